@@ -19,14 +19,14 @@ ONE = conv()
 
 
 class Siamese(nn.Module):
-    """An encoder that two inputs share."""
+    """An activation that two inputs share, without weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(16, 2, 1)
+        self.relu, self.last = nn.ReLU(), nn.Conv2d(6, 2, 1)
 
     def forward(self, grid: Tensor) -> Tensor:
-        return self.last(torch.cat([self.encoder(grid), self.encoder(grid.flip(-1))], 1))
+        return self.last(torch.cat([self.relu(grid), self.relu(grid.flip(-1))], 1))
 
 
 def insert_again(remove: bool) -> object:
@@ -49,7 +49,7 @@ def inserted_in_rows(layout: Any) -> object:
 ROWS = [
     Row(
         "insertion/_insert/checks.py",
-        lambda: insert(Siamese(), "encoder", attention_for, example=torch.zeros(1, 3, 8, 8)),
+        lambda: insert(Siamese(), "relu", attention_for, example=torch.zeros(1, 3, 8, 8)),
         'insert at "last"',
         lambda: insert(Siamese(), "last", attention_for, example=torch.zeros(1, 3, 8, 8)),
     ),
@@ -60,6 +60,14 @@ ROWS = [
         lambda: insert(Run(lambda m, x: m[0](x), conv(), conv()), "layers.0", attention_for, example=EXAMPLE),
     ),
     Row("insertion/_insert/checks.py", lambda: insert_again(False), 'remove(model, "0")', lambda: insert_again(True)),
+    Row(
+        "insertion/_insert/checks.py",
+        lambda: insert_again(False),
+        "nn.Sequential of both",
+        lambda: insert(
+            nn.Sequential(conv()), "0", lambda c: nn.Sequential(attention_for(c), attention_for(c)), example=EXAMPLE
+        ),
+    ),
     Row(
         "insertion/_insert/checks.py",
         lambda: insert(torch.compile(nn.Sequential(conv())), "0", attention_for, example=EXAMPLE),

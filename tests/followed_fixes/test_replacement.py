@@ -40,6 +40,17 @@ def own(operator: str, where: str = "0", **options: Any) -> Tensor:
     return network(TOKENS)
 
 
+class Scored(nn.Module):
+    """A tower of tokens in a model that returns a number in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = encoder(1)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"score": self.bert(tokens).mean()}
+
+
 def attention(**options: Any) -> nn.MultiheadAttention:
     return nn.MultiheadAttention(8, 2, batch_first=True, **options).eval()
 
@@ -164,6 +175,12 @@ ROWS = [
         lambda: linearize(encoder(1), "linear_relu", torch.randn(4, 5, 8), **OPTIONS),
         "torch.as_tensor(inputs).split(2)",
         lambda: linearize(encoder(1), "linear_relu", torch.as_tensor(torch.randn(4, 5, 8)).split(2), **OPTIONS),
+    ),
+    Row(
+        "insertion/_linearize/features.py",
+        lambda: linearize(Scored(), "linear_relu", [TOKENS] * 2, **OPTIONS),
+        'where="bert"',
+        lambda: linearize(Scored(), "linear_relu", [TOKENS] * 2, where="bert", **OPTIONS),
     ),
     Row(
         "insertion/_linearize/report.py",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import farfield
 from farfield import insert, remove
-from farfield.insertion import detector_places, resnet_places
+from farfield.insertion import detector_places, places, resnet_places
 from farfield.nn import GridAttention
 from helpers.grids import ENGINE_ROWS
 from helpers.small_hosts import Levels, Net, Pair, Pyramid, Tokens, felt, identity, image
@@ -29,6 +29,8 @@ from helpers.small_hosts import Levels, Net, Pair, Pyramid, Tokens, felt, identi
         ("st*", {"stem": 8, "stage": 12}),
         (("stage.1", "stem"), {"stage.1": 12, "stem": 8}),
         (["stage.*.conv", "stage.1.conv"], {"stage.1.conv": 12, "stage.2.conv": 12}),
+        ("**.conv", {"stage.1.conv": 12, "stage.2.conv": 12}),
+        ("stage.**.c*v", {"stage.1.conv": 12, "stage.2.conv": 12}),
     ],
 )
 def test_where(where: Any, widths: dict[str, int]) -> None:
@@ -303,6 +305,35 @@ def test_a_call_may_be_repeated_with_its_parent() -> None:
     net = Two()
     insert(net, "encoder.stage", felt, example=(image, image))
     assert net(image, image).abs().max() == 0
+
+
+class TwoImages(nn.Module):
+    """An encoder and an activation, each called for two images of different sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.relu, self.out = nn.ReLU(), nn.Conv2d(8, 2, 1)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        one, two = self.relu(self.encoder(left)), self.relu(self.encoder(right))
+        return self.out(one + two.mean((2, 3), keepdim=True))
+
+
+def test_an_encoder_of_two_images_has_an_addition_in_each_call() -> None:
+    net, images = TwoImages().eval(), (image, image[..., :8])
+    before = net(*images)
+    assert "encoder" in [place.path for place in places(net, images)]
+    assert "relu" not in [place.path for place in places(net, images)]
+    added = insert(net, "encoder", felt, example=images)
+    inner = TwoImages().eval()
+    inner.load_state_dict({name: value for name, value in net.state_dict().items() if "farfield" not in name})
+    encode, addition = inner.encoder, added["encoder"]
+    one, two = (addition(encode(each)).relu() for each in images)
+    torch.testing.assert_close(net(*images), inner.out(one + two.mean((2, 3), keepdim=True)))
+    assert not torch.equal(net(*images), before)
+    remove(net)
+    assert torch.equal(net(*images), before)
 
 
 def test_examples() -> None:

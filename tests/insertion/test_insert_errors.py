@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from farfield import ShapeError, insert, remove
 from farfield.insertion import places
+from farfield.nn import attention_for
 from helpers.small_hosts import Block, Levels, Net, Pyramid, Tokens, felt, identity, image
 
 
@@ -208,6 +209,19 @@ def test_channels_first_with_the_other_layout() -> None:
     text = 'the channels of layout="channels_last", is spatial.\n  fix: layout="channels_first".'
     refused(ShapeError, text, Net(), "stage", layout="channels_last")
     refused(ShapeError, text, nn.Sequential(nn.Conv1d(3, 6, 3)), "0", example=image[:, :, 0], layout="channels_last")
+
+
+@pytest.mark.parametrize("operator", ["kronecker_kv", "kronecker_qkv", "softmax_pooled"])
+def test_tokens_have_neither_axes_nor_neighbours(operator: str) -> None:
+    def make(channels: int) -> nn.Module:
+        return attention_for(channels, operator)
+
+    text = f"insert: blocks.0 returns tokens, and {operator} "
+    refused(ValueError, text, Tokens(), "blocks.0", make=make, layout="channels_last")
+    # Of a grid with its channels last, and of a sequence with its channels first, they are axes.
+    assert insert(Tokens(flat=False), "blocks.0", make, example=image, layout="channels_last")
+    sequence = image[:, :, 0]
+    assert insert(nn.Sequential(nn.Conv1d(3, 16, 3)), "0", make, example=sequence, layout="channels_first")
 
 
 def test_the_batch_must_come_first() -> None:

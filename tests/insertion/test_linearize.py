@@ -537,6 +537,57 @@ def test_a_local_branch_is_a_convolution_of_the_values() -> None:
         torch.testing.assert_close(found, attention.out_proj(response))
 
 
+# ---- a part of a larger model ----------------------------------------------------------------------------------------
+class Towers(nn.Module):
+    """Two encoders, of images and of texts, that return a number; images alone do not reach the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.runs = encoder(), encoder(), 0
+
+    def forward(self, image: Tensor, text: Tensor | None = None) -> dict[str, Tensor]:
+        images = self.image(image)
+        self.runs += 1
+        return {"score": images.mean() + (0 if text is None else self.text(text).mean())}
+
+
+def pairs(count: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(grids(count, 9, 16), grids(count, 5, 16), strict=True))
+
+
+@pytest.mark.parametrize("tune", ["attention", "all"])
+@pytest.mark.parametrize("steps", [12, (0, 12)])
+def test_a_tower_of_a_larger_model(tune: Any, steps: Any) -> None:
+    model = Towers()
+    before = copy.deepcopy(model)
+    report = linearize(model, "linear_elu", pairs(3), where="image", steps=steps, tune=tune, **QUIET)
+    alone = copy.deepcopy(before.image)
+    expected = linearize(alone, "linear_elu", [image for image, _ in pairs(3)], steps=steps, tune=tune, **QUIET)
+    assert report.agreement == pytest.approx(expected.agreement)
+    assert report.before == pytest.approx(expected.before)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(model.image.state_dict()[name], value)
+    assert all(map(torch.equal, model.text.state_dict().values(), before.text.state_dict().values()))
+    assert model.runs == before.runs  # copies run
+
+
+def test_what_lies_behind_a_tower_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: nn.Module, *_: object) -> None:
+        raise AssertionError
+
+    model = Towers()
+    monkeypatch.setattr(type(model), "forward", lambda self, image, text: fail(self.image(image)))
+    assert features.read_features(model, pairs(1)[0], "image").shape == (4, 9, 16)
+
+
+def test_a_tower_that_an_input_does_not_reach() -> None:
+    inputs = grids(3, 9, 16)
+    with pytest.raises(ValueError, match="text is not called"):
+        linearize(Towers(), "linear_elu", inputs, where="text", steps=4, **QUIET)
+    with pytest.raises(TypeError, match=r"must return a tensor of features.*; fix: .*where="):
+        linearize(Towers(), "linear_elu", inputs, where="text.**", steps=4, **QUIET)
+
+
 # ---- what is not finite, half precision, the best state --------------------------------------------------------------
 def with_number(inputs: list[Tensor], place: int, number: float) -> list[Tensor]:
     """The inputs, with one number of one of them changed."""

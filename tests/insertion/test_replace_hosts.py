@@ -17,6 +17,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import (
     Attention,
     AttnProcessor,
+    AttnProcessor2_0,
     SanaLinearAttnProcessor2_0,
     SanaMultiscaleLinearAttention,
 )
@@ -707,6 +708,17 @@ def step(network: nn.Module) -> Tensor:
     grid, text = torch.randn(1, 4, 8, 8, generator=generator), torch.randn(1, 9, 16, generator=generator)
     with torch.no_grad():
         return network(grid, torch.tensor([5]), text).sample
+
+
+def test_a_unet_in_slices_takes_the_processor_that_the_error_names() -> None:
+    model = unet()
+    wanted = step(model)
+    model.set_attention_slice(1)
+    with pytest.raises(ValueError, match=r"SlicedAttnProcessor; fix: model\.set_attn_processor\(AttnPro"):
+        replace_attention(model, "softmax")
+    model.set_attn_processor(AttnProcessor2_0())
+    assert replace_attention(model, "softmax")
+    assert error(step(model), wanted) < 1e-5
 
 
 SAVED = "saved by their library without the operator.*fix: .*save_recipe.*apply_recipe"

@@ -275,6 +275,49 @@ def test_what_says_nothing_is_as_causal_as_the_masks_of_its_model() -> None:
         replace_attention(model, "factorized_gaussian")
 
 
+GROUPED = {**TEXT, "num_key_value_heads": 1, "head_dim": 8}
+AS_ENCODERS = {
+    "Llama": {},
+    "Qwen3": {},
+    "Mistral": {},
+    "Gemma": {},
+    "Gemma3Text": {"layer_types": ["full_attention"] * 2, "use_bidirectional_attention": True},
+}
+
+
+def as_encoder(host: str, **options: object) -> nn.Module:
+    model = build(host, "sdpa", **GROUPED, **AS_ENCODERS[host], **options)
+    if host != "Gemma3Text":
+        model.config.is_causal = False
+    return model
+
+
+@pytest.mark.parametrize("host", AS_ENCODERS)
+@pytest.mark.parametrize("where", [None, "layers.1"])
+def test_decoders_that_their_configuration_makes_encoders(host: str, where: str | None) -> None:
+    model = as_encoder(host)
+    wanted, other = run("bert", model), torch.where(VALID, WORDS, 49)
+    assert relative(run("bert", build(host, "sdpa", **GROUPED)), wanted) > OTHER  # a decoder's
+    assert len(replace_attention(model, "softmax", where)) == 2 - bool(where)
+    assert relative(run("bert", model), wanted) < 1000 * EPS
+    replace_attention(model, "averaged", where)
+    found = run("bert", model)
+    assert relative(found, wanted) > OTHER
+    if where is None:
+        assert relative(model(other, attention_mask=VALID.long()).last_hidden_state[VALID], found) < 1000 * EPS
+        assert relative(run("bert", model, None)[7:], found[3:]) < 1000 * EPS
+
+
+def test_a_window_of_an_encoder_is_refused_where_it_is_shorter_than_the_text() -> None:
+    wide, narrow = (as_encoder("Mistral", sliding_window=window) for window in (7, 3))
+    wanted = run("bert", wide)
+    for model in (wide, narrow):
+        replace_attention(model, "softmax")
+    assert relative(run("bert", wide), wanted) < 1000 * EPS
+    with pytest.raises(ValueError, match=r"in MistralAttention: the mask differs between queries.*windowed"):
+        run("bert", narrow)
+
+
 @pytest.mark.parametrize(
     ("host", "config", "path"),
     [
@@ -408,6 +451,7 @@ GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2}
         (partial(build, "GPT2", **GPT, **TOKENS), (WORDS,), r"h\.0\.attn \(GPT2Attention\) is causal", "mask of pairs"),
         (partial(build, "Bert", **TEXT, is_decoder=True), (WORDS,), r"BertSelfAttention\) is causal", "mask of pairs"),
         (partial(build, "CLIPText", **TEXT), (WORDS,), r"\(CLIPAttention\) is causal", r"\(causal_mask_function\)"),
+        (partial(build, "MetaClip2Text", **TEXT), (WORDS,), r"Attention\) is causal", r"\(causal_mask_function\)"),
         (partial(build, "Bart", **PAIR, **TOKENS), (WORDS,), r"decoder\.layers\.0\.self_attn", "causal_mask_function"),
         (
             partial(build, "Swin", **SWIN),
@@ -422,7 +466,7 @@ GPT = {"n_embd": 16, "n_layer": 1, "n_head": 2}
             f"{NAME} in T5Attention: the mask adds a bias",
         ),
     ],
-    ids=["gpt2", "bert decoder", "clip text", "bart", "swin", "t5"],
+    ids=["gpt2", "bert decoder", "clip text", "metaclip text", "bart", "swin", "t5"],
 )
 def test_hosts_that_no_row_can_stand_for(
     build_host: Callable[..., nn.Module], inputs: tuple[Tensor, ...], at_once: str, when_run: str

@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, str, str | list[str] | 
 }
 # What can fail in the middle, where it is called from.
 FAILING = [
-    (api, "find_kind"),
+    (api, "choose_kind"),
     (api, "check_supported"),
     (api, "draw_parameters"),
     (api, "set_parameters"),

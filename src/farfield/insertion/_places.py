@@ -7,8 +7,8 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -112,7 +112,7 @@ class Place(NamedTuple):
 
 
 def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return f"{path}.{name}" if path and name else path or name
 
 
 def parents(path: str) -> list[str]:
@@ -143,9 +143,13 @@ def find_places(model: nn.Module, where: str | Sequence[str]) -> dict[Place, Pla
 
 
 def matching(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the modules whose path matches; `*` stands for any part of one segment, never for an addition."""
+    """Iterate over the modules whose path matches: `*` is any part of a segment, `**` any number; no addition is."""
     matches = [("", model)]
     for segment in path.split(".") if path else ():
+        if segment == "**":
+            below = ((prefix, *each) for prefix, module in matches for each in module.named_modules())
+            matches = [(join(prefix, name), each) for prefix, name, each in below if CHILD not in name.split(".")]
+            continue
         form = re.compile(re.escape(segment).replace(r"\*", ".*"))
         matches = [
             (join(prefix, name), child)
@@ -206,10 +210,18 @@ def _opened_names(kind: type) -> frozenset[str]:
     nodes: list[ast.AST] = []
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and name != "__init__":  # which runs before there is an addition
-            with suppress(OSError, SyntaxError, TypeError):
-                source = inspect.getsource(method)
-                nodes += ast.walk(ast.parse("if True:\n" * source[0].isspace() + source))
+            nodes += ast.walk(parse_source(method))
     return frozenset(part.attr for node in nodes for part in _opened_parts(node) if isinstance(part, ast.Attribute))
+
+
+@cache
+def parse_source(function: FunctionType) -> ast.Module:
+    """Return the syntax tree of a function, which is empty where its source is not at hand."""
+    try:
+        source = inspect.getsource(function)
+        return ast.parse("if True:\n" * source[0].isspace() + source)
+    except (OSError, SyntaxError, TypeError):
+        return ast.Module([], [])
 
 
 def _opened_parts(node: ast.AST) -> list[Any]:

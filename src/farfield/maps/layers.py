@@ -41,7 +41,8 @@ def layers(network: nn.Module, *inputs: Any) -> dict[str, Layer]:
     and no projections, `grid` holds the queries and `context` the keys, each a grid of one spatial dim, the tokens. If
     these are the patches of an image, `patches` is the size of their grid. It is known where the convolution that made
     the patches, with a stride as long as its kernel, is the last one before the attention, and at most 16 tokens more
-    than its output attend to each other: those come first. Otherwise, `layer._replace(patches=(14, 14))`.
+    than its output attend to each other: those come first. Otherwise, `layer._replace(patches=(14, 14))`. Each of the
+    sequences that a mask packs into one is a sample of these grids.
 
     Args:
         network: Any network. A copy with the same parameters runs in eval mode and without gradients.

@@ -23,6 +23,8 @@ from farfield.insertion._insert.checks import (
 from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, check_layouts
 from farfield.insertion._insert.record import record_places
 from farfield.insertion._places import Place, find_places
+from farfield.insertion._replace.masks import find_obstacle
+from farfield.nn.attention import GridAttention
 
 
 @door("insert")
@@ -59,8 +61,9 @@ def insert(
     Args:
         model: Changed in place. Fuse layers before: a host that another layer replaces loses its addition. Compile,
             export or wrap it afterwards.
-        where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block. A
-            place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`. `places` lists them.
+        where: Paths of modules, one or many; `*` stands for any part of one segment, `layer4.*` for each block, `**`
+            for any number of them. A place that returns a tuple, list or dict needs an entry: `backbone.fpn[pool]`.
+            `places` lists them.
         make: Function from the number of channels of a place to a new module, called once per place: `attention_for`,
             or `functools.partial(attention_for, operator=…)`.
         example: An input of the model, batch first: a tensor, a list of samples, a tuple of arguments, or a dict of
@@ -80,9 +83,10 @@ def insert(
         TypeError: If the model or a result of `make` is no module, `where` no path, or `make` no function; if a place
             returns no floating-point grid, or several without an entry in its path; if an addition does not keep dtype
             or device.
-        ValueError: If a place never runs, runs more often than the module around it, has an addition already, has no
-            effect, or lies in a compiled, scripted or wrapped model; if the model fails with the example or with the
-            additions; if an addition returns non-finite numbers; if `layout` or `where` is not of the given form.
+        ValueError: If a place never runs, runs more often than the module around it and has no weights, has an addition
+            already, has no effect, or lies in a compiled, scripted or wrapped model; if the model fails with the
+            example or with the additions; if an addition returns non-finite numbers, or has an operator that does not
+            work on tokens where there are tokens; if `layout` or `where` is not of the given form.
 
     Cost:
         About four forward passes, some of them of an example of up to four times the size, and one more for a place
@@ -189,5 +193,14 @@ def _make_all(
             raise refusal(TypeError, f"make({channels}) must return a module, got {type(module).__name__}.")
         if any(module is other for other in made.values()):
             raise refusal(ValueError, "make returned one module for two places; fix: make a new one for each.")
+        if layout == "channels_last" and grid.dim() == 3:
+            _check_operators(place, module)
         made[place] = module.to(grid.device, grid.dtype)
     return made
+
+
+def _check_operators(place: Place, addition: nn.Module) -> None:
+    """Refuse operators that work along axes or on neighbours, of which tokens have none."""
+    for module in addition.modules():
+        if isinstance(module, GridAttention) and (reason := find_obstacle(module.operator)):
+            raise refusal(ValueError, f"{place.label} returns tokens, and {module.operator_name} {reason}.")

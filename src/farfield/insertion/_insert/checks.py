@@ -111,7 +111,10 @@ def check_free(caller: str, model: nn.Module, place: Place) -> None:
     # Entries of one host have additions independently of each other; a whole output has one.
     if added and (place in added or place.entry is None or added[0].entry is None):
         there = place if place in added else added[0]
-        raise ValueError(f'insert: {place.label} has an addition already; fix: remove(model, "{there}") first.')
+        raise ValueError(
+            f'insert: {place.label} has an addition already; fix: remove(model, "{there}") first, '
+            "or let make return nn.Sequential of both."
+        )
     if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
         fix = "insert at the module that computes it, or rename the entry."
         raise ValueError(f'insert: entry "{place.entry}" of {where} cannot be the name of a module; fix: {fix}')
@@ -124,7 +127,7 @@ def find_near(model: nn.Module, places: Iterable[Place]) -> set[str]:
 
 
 def check_calls(model: nn.Module, place: Place, record: Record) -> None:
-    """Refuse a place that is never called, or more often than the module around it."""
+    """Refuse a place that is never called, and one without weights that is called more often than what is around it."""
     path, calls = place.path, record.calls[place.path]
     parent = record.caller_of(path)
     if not calls:
@@ -133,11 +136,18 @@ def check_calls(model: nn.Module, place: Place, record: Record) -> None:
         problem = f"{path} is never called with this example, in eval; its weights may be read without a call"
         fix = f"insert at a module that runs: {', '.join(inside or whole)}."
         raise ValueError(f"insert: {problem}.\n  fix: {fix}")
-    if path and calls > record.calls[parent]:
+    if is_reused(model, path, record):
         around = f"{parent or type(model).__name__} is called {_times(record.calls[parent])}"
         once = [Place(parent)] * bool(parent) + _find_alternatives(model, Place(""), record)
         problem = f"{path} is called {_times(calls)} while {around}, and one addition would change the output of every"
         raise ValueError(f"insert: {problem} call.\n  fix: {_fix_text(once)}, which is called once.")
+
+
+def is_reused(model: nn.Module, path: str, record: Record) -> bool:
+    """Whether a module without weights, such as an activation, runs more often than the module around it."""
+    # One with weights, such as an encoder of two images, is meant to do the same in every call.
+    weighted = any(True for _ in model.get_submodule(path).parameters())
+    return bool(path) and not weighted and record.calls[path] > record.calls[record.caller_of(path)]
 
 
 def _list_children(model: nn.Module, path: str) -> list[str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from farfield._refusals import door
 from farfield.insertion._insert.additions import attach_addition, child_of
-from farfield.insertion._insert.checks import check_free, check_open, has_batch_second
+from farfield.insertion._insert.checks import check_free, check_open, has_batch_second, is_reused
 from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout, is_floating
 from farfield.insertion._insert.record import Record, has_effect, record_places, run_copy
 from farfield.insertion._places import CHILD, Place, host_of
@@ -40,7 +40,7 @@ class InsertionPlace(NamedTuple):
 def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> list[InsertionPlace]:
     """List the places of a model where `insert` can add a module, in the order in which they return their grids.
 
-    A place is listed if its module runs, once for each call of the module around it, and returns a floating-point grid
+    A place is listed if its module runs (without weights, once for each call of what is around it), and returns a grid
     with spatial dims and the batch first, whose channels another input size or the weights confirm, if the output of
     the model depends on this grid, and if an addition would be called as often as the module. `insert` accepts these
     places, each by itself. A module and the last module in it may return the same grid: both are listed. A sequence
@@ -94,13 +94,12 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
 
 
 def _takes_addition(model: nn.Module, place: Place, record: Record) -> bool:
-    """Whether a place is a grid of a module that runs once for each call of the module around it, and has no addition.
+    """Whether a place is a grid of a module that is not used in several places, and has no addition.
 
     A key of a dict that no text names is no place.
     """
     path = place.path
-    repeated = path and record.calls[path] > record.calls[record.caller_of(path)]
-    if repeated or host_of(model, Place(path)).path != path:
+    if is_reused(model, path, record) or host_of(model, Place(path)).path != path:
         return False
     with suppress(ValueError, LookupError):
         check_free("places", model, place)

@@ -71,7 +71,9 @@ def linearize(
             without one all are. They are read again and again and the first is not trained on, so a list, or a
             DataLoader that does not shuffle, and no iterator that ends.
         teacher: The network whose final features are matched; by default a copy of the model as it is.
-        where: As in `replace_attention`: which attention; all by default.
+        where: As in `replace_attention`: which attention; all by default. If the model returns no features, as a model
+            of images and text, one path in full names the part whose features, in its first call, are matched; it is
+            not run further, and all tokens are compared.
         keep: How many stay softmax: those whose replacement alone changes the final features most.
         steps: Training steps, an input each. A pair has those of each attention alone, then those of the whole network.
             One number n is `(n // 2, n - n // 2)`, or `(0, n)` if the attentions cannot be called as the teacher's are,
@@ -120,16 +122,17 @@ def linearize(
     for module in teacher.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # else it leaves padding out where the student does not
-    mask = features.find_mask(teacher, first)
+    part = features.find_part(teacher, first, where)
+    mask = None if part else features.find_mask(teacher, first)
     only_whole = isinstance(steps, Sequence) and steps[0] == 0
     with torch.no_grad(), record_attentions(teacher, [] if only_whole else replaced) as calls:
-        wanted = features.run_teacher(teacher, first, 0)
+        wanted = features.run_teacher(teacher, first, 0, part)
     valid = features.find_valid(mask, wanted)
     matched = wanted[valid.expand_as(wanted)]
     if not bool(matched.isfinite().all()) or not bool(matched.any()):
         problem = "the teacher's features are all 0, or not finite, so there is nothing to match"
         raise refusal(ValueError, f"{problem}; fix: a trained network, and inputs that it knows.")
-    layers = dict(_replace_one_by_one(model, operator, replaced, first, wanted, valid))
+    layers = dict(_replace_one_by_one(model, operator, replaced, first, wanted, valid, part))
     kept = tuple(sorted(layers, key=lambda path: -layers[path])[:keep])
     if keep and len(kept) == len(layers):
         raise refusal(ValueError, f"{keep=} keeps all {len(layers)}; fix: fewer.")
@@ -145,7 +148,7 @@ def linearize(
 
     def measure() -> tuple[float, float]:
         with torch.no_grad(), rounded(halves):
-            found = read_features(student, first)
+            found = read_features(student, first, part)
         return agree(found, wanted, valid), float(compare(found, wanted, valid))
 
     before = measure()[0]
@@ -154,10 +157,10 @@ def linearize(
         raise refusal(ValueError, f"with {name} the features of input 0 are not finite; fix: {fix}.")
     with choose_parameters(student, chosen, tune) as parameters:
         progress = Progress(parameters, RATES[tune], (alone, whole), lambda: measure()[1], folder, identity)
-        train(student, teacher, inputs, progress, chosen, local=local is not None, quiet=quiet)
+        train(student, teacher, inputs, progress, chosen, part, local=local is not None, quiet=quiet)
     (agreement, distance), parts = measure(), dict[str, float]()
-    for label, part in (("summary only", "local"), ("local only", "summary")) if local else ():
-        with leave_out(chosen.values(), part):
+    for label, left_out in (("summary only", "local"), ("local only", "summary")) if local else ():
+        with leave_out(chosen.values(), left_out):
             parts[label] = measure()[0]
     modules = _replace(model, operator, paths, local)
     model.load_state_dict(student.state_dict())
@@ -200,14 +203,14 @@ def _split(steps: int | Sequence[int], obstacle: str | None) -> tuple[int, int]:
 
 
 def _replace_one_by_one(
-    model: nn.Module, operator: Operator, paths: Sequence[str], first: Any, wanted: Tensor, valid: Tensor
+    model: nn.Module, operator: Operator, paths: Sequence[str], first: Any, wanted: Tensor, valid: Tensor, part: str
 ) -> Iterator[tuple[str, float]]:
     """Yield the path of each attention, and the distance of the features where it alone is replaced."""
     for path in paths:
         student = copy.deepcopy(model).eval()
         replace_attention(student, operator, path)
         with torch.no_grad():
-            distance = compare(read_features(student, first), wanted, valid)
+            distance = compare(read_features(student, first, part), wanted, valid)
             yield path, float(distance.nan_to_num(torch.inf)) ** 0.5
 
 

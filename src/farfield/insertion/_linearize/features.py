@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -11,18 +12,36 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from farfield._refusals import is_refusal, refusal
+from farfield.nn.tracing import hooked
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def read_features(network: nn.Module, given: Any) -> Tensor:
-    """Run a network on an input, and return its final features: of a model with a head, those before the head."""
+class _Reached(Exception):  # noqa: N818  # no error: it ends a run of a network whose remainder is not needed
+    pass
+
+
+def read_features(network: nn.Module, given: Any, part: str = "") -> Tensor:
+    """Run a network on an input, and return its final features: of a model with a head, those before the head.
+
+    With `part`, the path of a module, these are the features that it returns in its first call, where the run ends.
+    """
+    outputs = []
+
+    def end(path: str, args: Any, keywords: Any, output: Any) -> None:
+        outputs.append(output)
+        raise _Reached
+
     # timm's name for everything before the pooling and the head.
-    run = getattr(network, "forward_features", network)
-    if isinstance(given, Mapping):
-        output = run(**given)
-    else:
-        output = run(*_leave_out_labels(run, given)) if isinstance(given, tuple | list) else run(given)
+    run = network if part else getattr(network, "forward_features", network)
+    with suppress(_Reached), hooked({part: network.get_submodule(part)} if part else {}, after=end):
+        if isinstance(given, Mapping):
+            output = run(**given)
+        else:
+            output = run(*_leave_out_labels(run, given)) if isinstance(given, tuple | list) else run(given)
+    if part and not outputs:
+        raise refusal(ValueError, f"{part} is not called with this input; fix: inputs of the whole that reach it.")
+    output = outputs[0] if part else output
     features = getattr(output, "last_hidden_state", output)
     sample = getattr(output, "sample", None)
     if isinstance(sample, Tensor):  # as models of diffusers return it: tokens, or a grid with its channels first
@@ -31,7 +50,8 @@ def read_features(network: nn.Module, given: Any) -> Tensor:
     if not isinstance(features, Tensor) or not features.is_floating_point():
         kind = type(features).__name__
         problem = f"the network must return a tensor of features, or an output with last_hidden_state, got {kind}"
-        raise refusal(TypeError, f"{problem}; fix: pass the part that returns it, such as model.bert.")
+        fix = 'pass the part that returns it, such as model.bert, or name it in full, where="bert"'
+        raise refusal(TypeError, f"{problem}; fix: {fix}.")
     return features
 
 
@@ -47,10 +67,20 @@ def _leave_out_labels(run: Callable[..., Any], given: Sequence[Any]) -> Sequence
     return others if "mask" in names[len(others)] and (is_number or isinstance(last, list | tuple)) else given
 
 
-def run_teacher(teacher: nn.Module, given: Any, number: int) -> Tensor:
+def find_part(teacher: nn.Module, given: Any, where: Any) -> str:
+    """Return the path of the part whose features are compared, as `where` names it; "" if the whole has features."""
+    if not isinstance(where, str) or where not in dict(teacher.named_modules()):
+        return ""
+    with suppress(Exception), torch.no_grad():
+        read_features(teacher, given)
+        return ""
+    return where
+
+
+def run_teacher(teacher: nn.Module, given: Any, number: int, part: str = "") -> Tensor:
     """Return the features of the teacher; its errors name the input."""
     try:
-        return read_features(teacher, given)
+        return read_features(teacher, given, part)
     except Exception as error:
         if not is_refusal(error):
             what = f"input {number}, {describe(given)}, for {type(teacher).__name__}"

@@ -206,6 +206,7 @@ def train(
     inputs: Iterable[Any],
     progress: Progress,
     attentions: Mapping[str, nn.Module],
+    part: str,
     *,
     local: bool,  # whether the attentions have a local branch
     quiet: bool,
@@ -220,7 +221,8 @@ def train(
         batch = features.move(batch, device)
         without = local and random.Random(step).random() < _WITHOUT_LOCAL
         with leave_out(attentions.values() if without else (), "local"):
-            loss = _compute_loss(student, teacher, batch, number, attentions if step < progress.steps[0] else {})
+            alone = attentions if step < progress.steps[0] else {}
+            loss = _compute_loss(student, teacher, batch, number, alone, part)
         if not progress.descend(loss):
             problem = f"input {number}, {features.describe(batch)}, gives in step {step} a loss of {loss.detach():.3g}"
             problem += ", or a gradient that is not finite; no step was taken, and the model is as it was"
@@ -239,15 +241,15 @@ def train(
 
 
 def _compute_loss(
-    student: nn.Module, teacher: nn.Module, given: Any, number: int, attentions: Mapping[str, nn.Module]
+    student: nn.Module, teacher: nn.Module, given: Any, number: int, attentions: Mapping[str, nn.Module], part: str
 ) -> Tensor:
     """Return the distance of the responses of attentions from the teacher's; of none, that of the features."""
-    mask = features.find_mask(teacher, given)
+    mask = None if part else features.find_mask(teacher, given)
     with torch.no_grad(), record_attentions(teacher, list(attentions)) as calls:
-        wanted = features.run_teacher(teacher, given, number)
+        wanted = features.run_teacher(teacher, given, number, part)
     if attentions:
         return compare_alone(attentions, calls, mask)
-    found = features.read_features(student, features.widen(given))
+    found = features.read_features(student, features.widen(given), part)
     return features.compare(found, wanted, features.find_valid(mask, wanted))
 
 

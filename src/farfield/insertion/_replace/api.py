@@ -17,7 +17,7 @@ from farfield.insertion._replace.calls import read_widths
 from farfield.insertion._replace.checking import check_supported, find_doubts
 from farfield.insertion._replace.finding import find_attention, find_learned
 from farfield.insertion._replace.hugging_face import choose, register_operator, uses_interface
-from farfield.insertion._replace.kinds import find_kind, see_replaced
+from farfield.insertion._replace.kinds import choose_kind, see_replaced
 from farfield.insertion._replace.learned import draw_parameters, set_parameters
 from farfield.insertion._replace.masks import resolve_operator
 from farfield.insertion._replace.modules import Replaced, TorchAttention
@@ -40,9 +40,9 @@ def replace_attention(
 
     Supported attention: `torch.nn.MultiheadAttention`, so torch's transformer layers, whose fast path in eval no longer
     applies; attention of timm, MONAI and diffusers; that of `farfield.nn.TransformerLayer`, such as of `models.Bert`;
-    whatever calls torch's `scaled_dot_product_attention`; and models of transformers, as
-    `attn_implementation="farfield_<operator>"`. The linear attention of EfficientViT and Sana is
-    `linear_relu`, which leaves their output as it is.
+    whatever calls torch's `scaled_dot_product_attention`, itself or in what its code names; and models of transformers,
+    as `attn_implementation="farfield_<operator>"`. The linear attention of EfficientViT and Sana is `linear_relu`,
+    which leaves their output as it is.
     Supported operators: those that attend to every token. What an operator learns of its own (the vector of `siamese`,
     the latents of `flare`, the maps of `hedgehog`) becomes a parameter of each attention, at its start. `softmax`
     computes the model's original function, so it undoes a replacement.
@@ -65,8 +65,10 @@ def replace_attention(
         model: The model, or a part of it such as its vision tower. Changed in place, so replace before compiling. Of a
             model of transformers pass the whole, with `where`: the configuration of the whole is beyond a part.
         operator: A name of `ops.OPERATORS`, or your own `ops.Operator`.
-        where: Paths of modules, one or many, such as "blocks.8" or "encoder.layer.*", where `*` stands for one segment.
-            Every attention at and below them is replaced, and all of it must be supported. Default: the whole model.
+        where: Paths of modules, one or many, such as "blocks.8", "encoder.layer.*" or "**.attn1", where `*` stands for
+            one segment and `**` for any number. Every attention at and below them is replaced, and all of it must be
+            supported. A path in full of one whose code does not show that it calls torch's function is taken at its
+            word: a call without one is an error. Default: the whole model.
 
     Returns:
         Path of each replaced attention -> the module, which is the host's own: its state-dict keys stay.
@@ -98,7 +100,7 @@ def replace_attention(
     for path in chosen:
         check_supported(model, path, around[path], resolved)
     # What can fail comes before the first change; what fails in between all the same is undone.
-    kinds = {path: find_kind(module) for path, module in chosen.items()}
+    kinds = {path: choose_kind(module) for path, module in chosen.items()}
     drawn = {path: draw_parameters(see_replaced(each), around[path], resolved) for path, each in chosen.items()}
     hugging_face = [module for module in chosen.values() if uses_interface(module)]
     implementation = register_operator(name, resolved) if hugging_face else ""

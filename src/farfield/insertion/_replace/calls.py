@@ -19,10 +19,10 @@ from farfield._refusals import door, put_name, refusal
 from farfield.insertion._replace.masks import causal_error, find_valid_positions
 from farfield.insertion._replace.modules import Replaced, TorchAttention, split_heads
 from farfield.insertion._replace.multi_scale import with_epsilon
+from farfield.insertion._replace.reading import FUNCTION, calls_torch
 from farfield.ops.grid import accumulation
 from farfield.ops.table import Operator
 
-_FUNCTION = "scaled_dot_product_attention"
 # Attributes of layers that say how many channels they read and make.
 _CHANNELS = ("in_features", "out_features", "in_channels", "out_channels")
 
@@ -35,13 +35,7 @@ def find_caller(module: nn.Module) -> type[Replaced] | None:
         return make_class(TorchAttention, host) if host.forward is nn.MultiheadAttention.forward else None
     if host.__module__.startswith("diffusers.") and hasattr(module, "processor"):
         return make_class(DiffusersAttention, host)
-    return make_class(CallingAttention, host) if _calls(host.forward, _FUNCTION) else None
-
-
-def _calls(function: Any, *names: str) -> bool:
-    """Whether the code of a function names one of these functions."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and not set(names).isdisjoint(code.co_names)
+    return make_class(CallingAttention, host) if calls_torch(module, host.forward) else None
 
 
 _MADE: dict[tuple[type[Replaced], type[nn.Module]], type[Replaced]] = {}
@@ -84,7 +78,7 @@ class CallingAttention(Replaced):
         if not answer.calls:
             name = self.host.__name__
             raise ValueError(
-                f"{name} with {self.operator_name}: this call of {name} does not use torch's {_FUNCTION}, in whose "
+                f"{name} with {self.operator_name}: this call of {name} does not use torch's {FUNCTION}, in whose "
                 f"place the operator stands; fix: leave this layer out by where=."
             )
         return output
@@ -176,9 +170,11 @@ class DiffusersAttention(CallingAttention):
         processor = type(module.processor)
         if processor.__name__ == _SANA:
             return None
-        if not _calls(processor.__call__, _FUNCTION, "dispatch_attention_fn"):
-            fix = "fix: set_processor of each with one that does, AttnProcessor2_0() for example."
-            return f"has a processor that does not call torch's {_FUNCTION}, {processor.__name__}; {fix}"
+        code = getattr(inspect.unwrap(processor.__call__), "__code__", None)
+        dispatches = code is not None and "dispatch_attention_fn" in code.co_names
+        if not dispatches and not calls_torch(module.processor, processor.__call__):
+            fix = "fix: model.set_attn_processor(AttnProcessor2_0()), or set_processor of each."
+            return f"has a processor that does not call torch's {FUNCTION}, {processor.__name__}; {fix}"
         return None
 
     @classmethod

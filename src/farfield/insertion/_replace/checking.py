@@ -12,7 +12,7 @@ from farfield._refusals import refusal
 from farfield.insertion._replace.calls import CallingAttention, read_widths
 from farfield.insertion._replace.finding import find_learned, find_original, star_numbers
 from farfield.insertion._replace.hugging_face import configured_models, find_attention_obstacle, uses_interface
-from farfield.insertion._replace.kinds import find_kind, see_replaced
+from farfield.insertion._replace.kinds import choose_kind, see_replaced
 from farfield.insertion._replace.learned import find_heads
 from farfield.insertion._replace.reading import ANGLES, BIASES, ROTATIONS, find_bias, read_names
 from farfield.ops.table import Operator
@@ -33,7 +33,7 @@ def check_supported(model: nn.Module, path: str, around: Sequence[nn.Module], op
 def _find_obstacles(
     model: nn.Module, path: str, around: Sequence[nn.Module], operator: Operator
 ) -> Iterator[str | None]:
-    module, kind, code = around[0], find_kind(around[0]), _find_code(around[0])
+    module, kind, code = around[0], choose_kind(around[0]), _find_code(around[0])
     yield find_attention_obstacle(module, around[1:]) if kind is None else kind.find_obstacle(module, operator)
     if code is not None and (bias := find_bias(module) or _find_shared_bias(model, path, code)):
         yield f"adds a bias to the products of queries and keys ({bias}), and there are no such products"
@@ -50,7 +50,7 @@ def _find_obstacles(
 
 def _find_code(module: nn.Module) -> Callable[..., Any] | None:
     """Return the function of the host that attends in a replaced attention too; None if a class of ours attends."""
-    kind = find_kind(module)
+    kind = choose_kind(module)
     return type(module).forward if kind is None else kind.find_code(module)
 
 
@@ -81,7 +81,9 @@ def find_doubts(
     names = {path: _read_names(each) for path, each in chosen.items() if not operator.weighs_by_products}
     rotated = [path for path, found in names.items() if any(map(ROTATIONS.search, found))]
     turned = [path for path, found in names.items() if any(map(ANGLES.search, found)) and path not in rotated]
-    calling = [path for path, around in chosen.items() if issubclass(find_kind(around[0]) or object, CallingAttention)]
+    calling = [
+        path for path, around in chosen.items() if issubclass(choose_kind(around[0]) or object, CallingAttention)
+    ]
     across = [path for path in calling if operator.merges_by_adding and not read_widths(chosen[path])]
     known = {id(each) for each in configured_models(model)}
     saved = [path for path, around in chosen.items() if name != find_original(around[0]) and _is_saved(around, known)]

@@ -64,6 +64,8 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
         known: dict[str, nn.Module] = {}
         for place, root in places:
             known |= {".".join(filter(None, (place, path))): module for path, module in known_attention(root).items()}
+        if not known and pattern and pattern == places[0][0] and _is_taken_at_its_word(places[0][1]):
+            known = dict(places)
         others = other_attention(model, [place for place, _ in places], list(known))
         if others and known:
             problem = f"{type(model).__name__} also has attention that is not supported: {others}"
@@ -81,6 +83,14 @@ def find_attention(model: nn.Module, where: str | Sequence[str] | None) -> dict[
     if not chosen:
         raise refusal(ValueError, "where names no path; fix: leave it out for all attention, or name one.")
     return chosen
+
+
+def _is_taken_at_its_word(module: nn.Module) -> bool:
+    """Whether a module that a path names in full may call torch's function out of sight, as code of others may."""
+    kind = type(module)
+    own = not kind.__module__.startswith(("torch.", "farfield.")) and kind.forward is not nn.Module.forward
+    # Not one around what looks like attention and calls none.
+    return own and not isinstance(module, nn.MultiheadAttention) and not other_attention(module, [*module._modules], [])
 
 
 def other_attention(model: nn.Module, places: list[str], known: list[str]) -> str:

@@ -6,26 +6,29 @@ function a model would pass no mask at all, and queries would attend to padding.
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from farfield._refusals import door, put_name
+from farfield.insertion._places import parse_source
 from farfield.insertion._replace.learned import attend_in_host
 from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions, join_valid
 from farfield.ops.table import OPERATORS, Operator
 
-# Options that models pass to their attention and that do not change it; any other option that is set is an error.
+# Options that models pass to their attention and that do not change it (a window is in the mask); any other that is set
+# is an error.
 _IGNORED = (
     *("cache_position", "deterministic", "encoder_hidden_states", "is_causal", "labels", "num_items_in_batch"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
 )
-# Towers whose attention modules have no causal flag: their model passes is_causal with every call.
-_CAUSAL_TOWERS = ("clip_text_model",)
 
 
 def register_transformers() -> list[str]:
@@ -106,9 +109,18 @@ def _attend_tokens_of_model(
     with door(caller):
         # The bias of T5's cross-attention is 0.
         valid = join_valid(find_valid_positions(attention_mask, key), find_valid_positions(bias, key))
+        if (ends := options.get("cu_seq_lens_q")) is not None:  # of sequences packed into one
+            places = zip((query, key), (ends, options.get("cu_seq_lens_k", ends)), strict=True)
+            of_query, of_key = (_number_sequences(positions, each) for positions, each in places)
+            valid = join_valid(valid, (of_query[:, None] == of_key)[None, None].expand(len(key), -1, -1, -1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
     return attend_in_host(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
+
+
+def _number_sequences(positions: Tensor, ends: Tensor) -> Tensor:
+    """Return for each of the positions `(b, h, n, d)` which sequence it belongs to: `(n,)`."""
+    return torch.bucketize(torch.arange(positions.shape[2], device=positions.device), ends[1:], right=True)
 
 
 def _make_mask(
@@ -118,17 +130,24 @@ def _make_mask(
     mask_function: Callable[..., Any],
     kv_length: int,
     kv_offset: int = 0,
-    **_: Any,
+    **options: Any,
 ) -> Tensor | None:
-    """Return which keys are valid, `(b, 1, 1, n)`; refuse a mask that is more than padding."""
-    from transformers.masking_utils import bidirectional_mask_function
+    """Return which keys are valid, `(b, 1, 1, n)`, or pairs `(b, 1, m, n)` where a model asks for more than padding."""
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if mask_function is not bidirectional_mask_function:
-        kind = getattr(mask_function, "__qualname__", "a function of pairs").partition(".")[0]
-        problem = f"the model requests a mask of pairs ({kind}), but all queries share one summary"
+    if mask_function is bidirectional_mask_function:
+        here = slice(kv_offset, kv_offset + kv_length)
+        return None if attention_mask is None else attention_mask[:, None, None, here].bool()
+    if mask_function is causal_mask_function:
+        problem = "the model requests a mask of pairs (causal_mask_function), but all queries share one summary"
         fix = "take an encoder or a vision tower, or choose its layers by replace_attention(…, where=…)."
         raise ValueError(f"{implementation}: {problem}; fix: {fix}")
-    return None if attention_mask is None else attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
+    # All queries may have the same keys all the same, in a short text or by a union with all pairs: attention looks.
+    options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    make: Callable[..., Tensor] = AttentionMaskInterface()["sdpa"]
+    given = {"attention_mask": attention_mask, "kv_length": kv_length, "kv_offset": kv_offset}
+    return make(**given, mask_function=mask_function, **options)
 
 
 def uses_interface(module: nn.Module) -> bool:
@@ -148,9 +167,15 @@ def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> s
 
 def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
     """Whether an attention is causal; `around` has the modules around it, from the nearest to the model."""
-    if getattr(module.config, "model_type", None) in _CAUSAL_TOWERS:
+    around = list(around)
+    if any(map(_calls_as_causal, around)):
         return True
-    makers = next(filter(None, map(_find_mask_makers, around)), set[str]())
+    makers, holder = next(((found, each) for each in around if (found := _find_mask_makers(each))), ({}, module))
+    # A decoder is an encoder by an entry of its configuration, which functions that make masks read.
+    codes = [getattr(inspect.unwrap(maker), "__code__", None) for maker in makers.values()]
+    asks = bool(codes) and all(code is not None and "is_causal" in code.co_consts for code in codes)
+    if asks and getattr(getattr(holder, "config", None), "is_causal", None) is False:
+        return False
     # The module's own flag does not settle it: some encoders have none, and some have True though their model makes
     # padding masks only. Transformers itself uses it only where there is no mask.
     flag = getattr(module, "is_causal", None)
@@ -159,11 +184,19 @@ def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
     return bool(flag) and not (makers and all("bidirectional" in name for name in makers))
 
 
-def _find_mask_makers(module: nn.Module) -> set[str]:
-    """Return the names of the mask functions that a module's class calls, such as `create_causal_mask`."""
+def _calls_as_causal(module: nn.Module) -> bool:
+    """Whether a module passes is_causal=True with its calls, as text towers do whose attention has no such flag."""
+    methods = [each for name, each in vars(type(module)).items() if inspect.isfunction(each) and name != "__init__"]
+    nodes = [node for each in methods for node in ast.walk(parse_source(inspect.unwrap(each)))]
+    options = [node for node in nodes if isinstance(node, ast.keyword) and node.arg == "is_causal"]
+    return any(isinstance(each.value, ast.Constant) and each.value.value is True for each in options)
+
+
+def _find_mask_makers(module: nn.Module) -> dict[str, Any]:
+    """Return the mask functions that a module's class calls, such as `create_causal_mask`, by their names."""
     methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
-    names = {name for method in methods for name in method.__code__.co_names}
-    return {name for name in names if name.startswith("create_") and "mask" in name}
+    named = {name: each.__globals__.get(name) for each in methods for name in each.__code__.co_names}
+    return {name: maker for name, maker in named.items() if name.startswith("create_") and "mask" in name}
 
 
 def registered_operator(module: nn.Module) -> tuple[str, Operator] | None:

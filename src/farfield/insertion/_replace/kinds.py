@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from farfield.insertion._replace.calls import find_caller
+from farfield.insertion._replace.calls import CallingAttention, find_caller, make_class
 from farfield.insertion._replace.hugging_face import uses_interface
 from farfield.insertion._replace.hugging_face_modules import (
     BlipVisionAttention,
@@ -46,9 +46,14 @@ def find_kind(module: nn.Module) -> type[Replaced] | None:
     return None if uses_interface(module) else KINDS.get((kind.__module__, kind.__qualname__)) or find_caller(module)
 
 
+def choose_kind(module: nn.Module) -> type[Replaced] | None:
+    """Return the class that a chosen attention gets; one that only its path in full names is taken at its word."""
+    return find_kind(module) or (None if uses_interface(module) else make_class(CallingAttention, type(module)))
+
+
 def see_replaced(module: nn.Module) -> nn.Module:
     """Return an attention as it is seen once its class has changed; the attention itself stays as it is."""
-    kind = find_kind(module)
+    kind = choose_kind(module)
     if kind is None:
         return module
     seen: nn.Module = object.__new__(kind)  # type: ignore[assignment]

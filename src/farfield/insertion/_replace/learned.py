@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from farfield.insertion._replace.blocks import attend_in_blocks
 from farfield.nn.attention import GridAttention
 from farfield.nn.initialization import draw_learned
 from farfield.nn.token_attention import attend_tokens
@@ -71,13 +73,16 @@ def attend_in_host(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    valid: Tensor | None,
+    valid: Tensor | None,  # `(b, 1, 1, n)`, or `(b, 1, m, n)` of blocks
     *,
     scale: float,
     dropout: float,
     weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `attend_tokens` does, with what the attention has learned, and its local branch if it has one."""
+    if valid is not None and valid.shape[2] > 1:
+        attend = partial(attend_in_host, module, operator, scale=scale, dropout=dropout, weights=weights)
+        return attend_in_blocks(attend, query, key, value, valid)
     learned = {name: getattr(module, name) for name in operator.parameter_shapes(1, 1)}
     kernel = getattr(module, LOCAL, None)
     if learned or kernel is not None:

@@ -1,7 +1,8 @@
 """The operators that work with the weights of a transformer's attention, and the valid keys under a mask of pairs.
 
 Tokens are a grid of one spatial dim. The transformer ("host") passes `(batch, heads, tokens, channels)` and a mask of
-pairs of queries and keys. All queries share one summary, so a mask that differs between queries is refused.
+pairs of queries and keys. All queries share one summary, or those of a block where blocks of tokens attend within
+themselves; a mask that differs between queries in another way is refused.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from farfield._checks import shape_error
 from farfield._refusals import refusal
+from farfield.insertion._replace.blocks import find_blocks
 from farfield.ops.grid import ALL
 from farfield.ops.table import OPERATORS, Operator, look_up_operator
 
-# Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
-# minimum or -inf.
-_MASKED = -1e4
+# Largest value of an additive mask at a masked position: BERT's first masks had -10,000, which bfloat16 rounds to this;
+# current ones have the dtype's minimum or -inf.
+_MASKED = -9984.0
 
 
 def resolve_operator(operator: str | Operator) -> tuple[str, Operator]:
@@ -47,7 +49,7 @@ def find_obstacle(operator: Operator) -> str | None:
 
 
 def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask."""
+    """Return which keys `(b, h, n, d)` are valid under a mask of pairs: `(b, 1, 1, n)`, of blocks `(b, 1, m, n)`."""
     # The mask broadcasts to (b, h, m, n) and is boolean, True where a pair attends, or additive.
     if mask is None:
         return None
@@ -66,11 +68,14 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
         positions = valid.flatten(1, 2).any(1)[:, None, None]
         # A query that attends to nothing is padding, as in masks made of pairs of valid positions.
         if ((valid != positions) & valid.any(-1, keepdim=True)).any():
-            problem = "the mask differs between queries or heads (causal, windowed, packed)"
-            fix = "mask padding only, or leave this layer out by where=."
-            raise refusal(ValueError, f"{problem}, but all queries share one summary; fix: {fix}")
+            blocks = find_blocks(valid)
+            if blocks is None:
+                problem = "the mask differs between queries or heads (causal, windowed)"
+                fix = "mask padding, or blocks of tokens, only, or leave this layer out by where=."
+                raise refusal(ValueError, f"{problem}, but all queries share one summary; fix: {fix}")
+            positions = blocks
         valid = positions
-    return valid.expand(key.shape[0], 1, 1, -1)
+    return valid.expand(key.shape[0], 1, -1, -1)
 
 
 def join_valid(first: Tensor | None, second: Tensor | None) -> Tensor | None:
