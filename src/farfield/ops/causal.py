@@ -160,7 +160,7 @@ def find_causal_obstacle(operator: Operator) -> str | None:
     if operator.basis is exponentials:
         return _RELATIVE
     if operator.score not in (None, "maps"):
-        return "compares queries and keys by one score each, of a vector that is given to siamese_attention alone"
+        return "has scores of queries and keys, which causal attention does not make"
     return None
 
 
