@@ -16,7 +16,7 @@ from helpers.followed import EXAMPLE, GRID, Row, added, conv, each, follow, pred
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
 
-WIDE = torch.randn(1, 8, 5, 6)
+WIDE, STREAM = torch.randn(1, 8, 5, 6), torch.randn(1, 8, 6)
 
 
 def summary(operator: str) -> ops.Summary:
@@ -127,6 +127,24 @@ ROWS = [
         lambda: ops.outer_sum(torch.ones(1, 2, 4), (2, 3)),
         "5 numbers for size (2, 3)",
         lambda: ops.outer_sum(torch.ones(1, 2, 5), (2, 3)),
+    ),
+    Row(
+        "ops/causal.py",
+        lambda: ops.causal_attention("softmax", *[STREAM] * 3),
+        "one of factorized, averaged, linear_relu, linear_elu",
+        lambda: ops.causal_attention("linear_elu", *[STREAM] * 3),
+    ),
+    Row(
+        "ops/causal.py",
+        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0)),
+        "key_weight.clamp_min(0)",
+        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0).clamp_min(0)),
+    ),
+    Row(
+        "_checks.py",
+        lambda: ops.causal_attention("mala", GRID, GRID, GRID),
+        "query.flatten(2), and the same of key and value",
+        lambda: ops.causal_attention("mala", *[GRID.flatten(2)] * 3),
     ),
     Row("ops/grid.py", lambda: ops.pooled(0), "pooled(2)", lambda: ops.pooled(2)),
     Row(

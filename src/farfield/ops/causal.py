@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
-from farfield._checks import check_attention, check_same_kind, shape_error
+from farfield._checks import check_attention, shape_error
 from farfield._refusals import door, refusal
-from farfield.ops.grid import ALL, accumulation, flatten, in_layout_of
+from farfield.ops.grid import ALL, accumulation, flatten, hide, in_layout_of
 from farfield.ops.modes import Attending, full_precision, is_recorded
 from farfield.ops.projection import split_heads
 from farfield.ops.slots import Summary, exponentials
@@ -38,7 +38,7 @@ def causal_attention(
     heads: int = 1,
     mask: Bool[Tensor, "b t"] | None = None,
     state: Summary | None = None,
-    key_weight: Float[Tensor, "b t"] | None = None,
+    key_weight: Real[Tensor, "b t"] | None = None,
 ) -> tuple[Float[Tensor, "b p t"], Summary]:
     """Attend from each position to itself and to those before it, also those of a state.
 
@@ -89,14 +89,17 @@ def causal_attention(
     """
     name, operator = look_up_operator(operator)
     if reason := find_causal_obstacle(operator):
-        raise refusal(ValueError, f"{name} {reason}; fix: take {CAUSAL}.")
+        raise refusal(ValueError, f"{name} {reason}; fix: take one of {CAUSAL}.")
     check_attention(query, key, value, heads, mask, None)
-    _check_stream(query, key, value, heads, state, key_weight)
+    _check_stream(query, key, state, key_weight)
+    query = hide(query, mask)
+    if key_weight is not None:
+        mask = key_weight > 0 if mask is None else mask & (key_weight > 0)
     with Attending("ops.causal_attention"):
-        (queries, valid), keys, values = flatten(query, mask), flatten(key, mask)[0], flatten(value, mask)[0]
+        keys, valid = flatten(key, mask)
         if key_weight is not None:
             valid = torch.where(valid > 0, key_weight[:, None].to(valid.dtype), 0)
-        q, k, v = (split_heads(each, heads) for each in (queries, keys, values))
+        q, k, v = (split_heads(each, heads) for each in (query, keys, hide(value, mask)))
         response, state = attend_causally(operator, q, k, v, valid[:, None], state)
         return in_layout_of(query, response.flatten(1, 2)), state
 
@@ -131,7 +134,11 @@ def _attend_chunks(
         q, k, v, valid = (each.to(dtype) for each in (query, key, value, valid))
         basis, peak = cast(Callable[..., tuple[Tensor, Tensor | None]], operator.basis)(k, valid)
         if peak is not None:
-            raise refusal(ValueError, f"the basis {_RELATIVE}; fix: take {CAUSAL}.")
+            raise refusal(ValueError, f"the basis {_RELATIVE}; fix: take one of {CAUSAL}.")
+        if state is not None and state.values.shape != (*basis.shape[:3], v.shape[2]):
+            problem = "state must have the batch, the heads, the slots and the channels of keys and values."
+            fix = "state=None at the start of a stream; after it the state that the same operator and heads returned."
+            raise shape_error(problem, fix, state=state.values, basis=basis, value=v)
         basis = basis * valid
         weights, count = basis.cumsum(-1), valid.cumsum(-1)
         if state is not None:
@@ -167,8 +174,8 @@ def find_causal_obstacle(operator: Operator) -> str | None:
 CAUSAL = ", ".join(name for name, each in OPERATORS.items() if find_causal_obstacle(each) is None)
 
 
-def _check_stream(query: Tensor, key: Tensor, value: Tensor, heads: int, state: Any, key_weight: Tensor | None) -> None:
-    """Refuse positions without an order, queries that are not at their keys, and a state or weights of other shapes."""
+def _check_stream(query: Tensor, key: Tensor, state: Any, key_weight: Any) -> None:
+    """Refuse positions without an order, queries that are not at their keys, and what is no state or no weights."""
     if query.dim() != 3 or key.dim() != 3:
         problem = "positions are ordered along one spatial dim."
         fix = "query.flatten(2), and the same of key and value, in the order of the positions; mask.flatten(1)."
@@ -176,17 +183,16 @@ def _check_stream(query: Tensor, key: Tensor, value: Tensor, heads: int, state: 
     if query.shape[2] != key.shape[2]:
         fix = "a query for each key; positions that came before are in state=, which the call with them returned."
         raise shape_error("query and key must be of the same positions.", fix, query=query, key=key)
-    if state is not None:
-        if not isinstance(state, Summary):
-            fix = "the second value that the call of the part before returned, Summary(**content) of a saved one"
-            raise refusal(TypeError, f"state must be an ops.Summary, got {type(state).__name__}; fix: {fix}.")
-        expected = len(value), heads, value.shape[1] // heads
-        if (*state.values.shape[:2], state.values.shape[3]) != expected:
-            problem = f"state must be of the batch, the heads and the channels of value, {expected}."
-            fix = "state=None at the start of a stream, and the state of the same operator after it."
-            raise shape_error(problem, fix, state=state.values, value=value)
+    if state is not None and not isinstance(state, Summary):
+        fix = "the second value that the call of the part before returned, ops.Summary(**content) of a saved one"
+        raise refusal(TypeError, f"state must be an ops.Summary, got {type(state).__name__}; fix: {fix}.")
     if key_weight is not None:
-        check_same_kind(key=key, key_weight=key_weight)
+        if not isinstance(key_weight, Tensor) or key_weight.is_complex():
+            kind = key_weight.dtype if isinstance(key_weight, Tensor) else type(key_weight).__name__
+            raise refusal(TypeError, f"key_weight must be a real tensor, got {kind}; fix: torch.as_tensor(key_weight).")
         if key_weight.shape != (len(key), key.shape[2]):
             fix = f"one weight for each key, {(len(key), key.shape[2])}."
             raise shape_error("key_weight must be (batch, positions) of key.", fix, key_weight=key_weight, key=key)
+        if not is_recorded() and not bool((key_weight >= 0).all()):
+            fix = "key_weight.clamp_min(0), where 0 masks a position"
+            raise refusal(ValueError, f"key_weight must be from 0, got {float(key_weight.min())}; fix: {fix}.")

@@ -95,7 +95,7 @@ def check_causal(operator: Operator, query: Tensor, key: Tensor) -> None:
     """Refuse causal attention from queries `(b, h, m, d)` of an operator without one, or with keys of calls before."""
     if reason := find_causal_obstacle(operator):
         problem = f"each query attends only to the positions before it, and the operator {reason}"
-        fix = f"take {CAUSAL}, or leave this layer out by where=."
+        fix = f"take one of {CAUSAL}, or leave this layer out by where=."
         raise refusal(ValueError, f"in causal attention {problem}; fix: {fix}")
     if query.shape[2] != key.shape[2]:
         problem = f"each query has a key of its position, got {query.shape[2]} queries and {key.shape[2]} keys"
