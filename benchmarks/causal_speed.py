@@ -3,9 +3,9 @@
     python benchmarks/causal_speed.py
 
 The responses are compared first, in float64: with the matrix of weights below its diagonal, and one token at a time
-with all at once. Both then run by turns on one thread, in float32; the table has the median of seconds, and that of the
-ratios of a turn, which other processes change less. 16,384 tokens are one call, without gradients; tokens behind a
-context come one by one, softmax with keys and values that are there already, the other with its state.
+with all at once. Both then run by turns on one thread, in float32; the table has the median of CPU seconds, and that of
+the ratios of a turn, so that other processes change little. 16,384 tokens are one call, without gradients. Tokens
+behind a context come one by one, softmax with keys and values that are there already, the other with its state.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def compare() -> float:
 
 
 def measure(linear: Callable[[], object], softmax: Callable[[], object], turns: int) -> tuple[float, float, float]:
-    """Return the medians of seconds of both, and of the ratio of softmax to linear, of calls by turns."""
+    """Return the medians of CPU seconds of both, and of the ratio of softmax to linear, of calls by turns."""
     rows = []
     for _ in range(turns + 1):
-        started = time.perf_counter()
+        started = time.process_time()
         linear()
-        between = time.perf_counter()
+        between = time.process_time()
         softmax()
-        rows.append((between - started, time.perf_counter() - between))
+        rows.append((between - started, time.process_time() - between))
     rows = rows[1:]  # the first call warms up
     one, other = (statistics.median(each) for each in zip(*rows, strict=True))
     return one, other, statistics.median(b / a for a, b in rows)
@@ -89,7 +89,8 @@ def main() -> None:
     if not error < 1e-13:
         raise SystemExit(f"causal attention is off by {error:.1e} in float64")
     print(f"equal to {error:.1e} in float64; 1 thread, load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores\n")
-    print(f"| {HEADS} heads of 64 channels | operator | s | softmax, s | softmax ÷ operator |\n|---|---|---|---|---|")
+    print(f"| {HEADS} heads of 64 channels | operator | CPU s | softmax, CPU s | softmax ÷ operator |")
+    print("|---|---|---|---|---|")
     whole, context, steps = draw(arguments.tokens), draw(arguments.context), draw(arguments.steps)
     heads = [each.unflatten(1, (HEADS, -1)).mT.contiguous() for each in whole]
     kept = [F.pad(each.unflatten(1, (HEADS, -1)).mT, (0, 0, 0, arguments.steps)).contiguous() for each in context[1:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -178,6 +179,15 @@ def test_gradients_flow_through_a_state_until_it_is_detached() -> None:
     (cut,) = torch.autograd.grad(causal_attention("linear_elu", *parts[1], state=state)[0].sin().sum(), k)
     assert torch.equal(cut[..., :30], torch.zeros_like(cut[..., :30]))
     assert_close(cut[..., 30:], want[..., 30:])
+
+
+def test_the_page_of_streams_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "streams.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert isinstance(names["state"], Summary)
 
 
 # ---- masks and weights -----------------------------------------------------------------------------------------------
