@@ -362,8 +362,13 @@ class TestRefusals:
         state = causal_attention("mala", q, k, v)[1]
         with explains(ShapeError, "causal_attention", "heads", (2, 1, 5, 6)):
             causal_attention("mala", q, k, v, heads=2, state=state)
-        with explains(ShapeError, "causal_attention", "slots", (2, 1, 5, 6)):
+        with explains(ShapeError, "causal_attention", "operator", (2, 1, 5, 6)):
             causal_attention("linear_elu", q, k, v, state=state)
+        k, v = (x[:, None] for x in (k, v))
+        state = ops.summarize(OPERATORS["factorized_gaussian"], k, v, torch.ones(2, 1, 1, 5, dtype=torch.float64))
+        with explains(ShapeError, "causal_attention", "operator", (2, 1, 4, 6)):
+            causal_attention("linear_elu", q, k[:, 0], v[:, 0], state=state)
+        k, v = k[:, 0], v[:, 0]
         with explains(TypeError, "causal_attention", "dict", "Summary(**content)"):
             causal_attention("mala", q, k, v, state=state._asdict())
 

@@ -42,18 +42,16 @@ def causal_attention(
 ) -> tuple[Float[Tensor, "b p t"], Summary]:
     """Attend from each position to itself and to those before it, also those of a state.
 
-    `response_i = respond(q_i, state.merge(summarize(k_1..i, v_1..i)))`: what the operator responds to the first i
-    positions of the stream.
+    `response_i = respond(q_i, state.merge(summarize(k_1..i, v_1..i)))`, what the operator responds to i positions.
 
     The state has the same few numbers after any number of positions, so a stream may come in parts of any length, one
-    position at a time too, and the responses are those of one call. It is the `Summary` of all positions so far: it
-    merges, gradients flow through it, `state.detach()` ends them, and `torch.save(state._asdict(), file)` saves it.
+    position at a time too, with the responses of one call. It is the `Summary` of all positions so far: it merges,
+    gradients flow through it until `state.detach()`, and `torch.save(state._asdict(), file)` saves it.
 
     Args:
         operator: linear_relu, linear_elu, hedgehog, inline, mala, factorized or averaged; or your own `ops.Operator`
-            with a basis, whose coefficients take a summary for each position, `(b, h, r, t)`. The queries and keys of
-            hedgehog are those that its maps have made.
-        query: The query grid, `(b, c, t)`.
+            with a basis, whose coefficients take a summary for each position, `(b, h, r, t)`.
+        query: The query grid, `(b, c, t)`; for hedgehog, queries and keys that its maps have made.
         key: The key grid, `(b, c, t)`.
         value: The value grid, `(b, p, t)`.
         heads: Channels are split into this many groups in order, which attend separately; it divides c and p.
@@ -75,7 +73,7 @@ def causal_attention(
     Cost:
         b·t·(2·r·p/h + 64·(r + p/h))·h MACs for r slots a head; c·p/h numbers in the state of most operators.
 
-    Reference: Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 8-12, in chunks; the operator's own.
+    Reference: Katharopoulos et al. 2020 (arXiv 2006.16236), Eq. 10-12.
 
     Example:
         >>> import torch
@@ -135,20 +133,21 @@ def _attend_chunks(
         basis, peak = cast(Callable[..., tuple[Tensor, Tensor | None]], operator.basis)(k, valid)
         if peak is not None:
             raise refusal(ValueError, f"the basis {_RELATIVE}; fix: take one of {CAUSAL}.")
-        if state is not None and state.values.shape != (*basis.shape[:3], v.shape[2]):
-            problem = "state must have the batch, the heads, the slots and the channels of keys and values."
-            fix = "state=None at the start of a stream; after it the state that the same operator and heads returned."
+        shape = (*basis.shape[:3], v.shape[2])
+        if state is None:
+            state = Summary(v.new_zeros(shape), v.new_zeros(*shape[:3], 1), v.new_zeros(len(v), 1, 1, 1))
+        if state.values.shape != shape or state.peak is not None:
+            problem = "state must be of the same operator, batch, heads and channels of values."
+            fix = (
+                "state=None at the start of a stream, and after it the state that the call of the part before returned."
+            )
             raise shape_error(problem, fix, state=state.values, basis=basis, value=v)
         basis = basis * valid
-        weights, count = basis.cumsum(-1), valid.cumsum(-1)
-        if state is not None:
-            weights, count = weights + state.weights, count + state.count
+        weights, count = state.weights + basis.cumsum(-1), state.count + valid.cumsum(-1)
         each = Summary(v, weights, count)  # of each position; coefficients do not depend on the values
         coefficients = operator.coefficients(q, each) / operator.per(q, each)
         basis, coefficients, v = (x.unflatten(-1, (-1, chunk)).transpose(2, 3) for x in (basis, coefficients, v))
-        sums = basis @ v.mT  # (b, h, chunks, r, c)
-        first = torch.zeros_like(sums[:, :, :1]) if state is None else state.values[:, :, None]
-        states = torch.cat([first, sums], 2).cumsum(2)
+        states = torch.cat([state.values[:, :, None], basis @ v.mT], 2).cumsum(2)  # (b, h, 1 + chunks, r, c)
         response = v @ (basis.mT @ coefficients).triu() + states[:, :, :-1].mT @ coefficients
         # Copies: a view would keep, and save, what there is of every position.
         state = Summary(states[:, :, -1].clone(), weights[..., -1:].clone(), count[..., -1:].clone())
