@@ -135,6 +135,13 @@ def test_a_wrong_revision_of_an_operator_ends_the_program(tmp_path: Path) -> Non
     assert rows["siamese"]["plain_times"] > 0
 
 
+def test_causal_attention_beside_torchs() -> None:
+    text = run("causal_speed.py", "--tokens", "130", "--context", "90", "--steps", "3", "--turns", "1")
+    assert re.search(r"^equal to \d\.\de-1[4-9] in float64", text)
+    rows = re.findall(r"^\| (130 tokens|3 tokens behind 90) \| `(\w+)` \|", text, re.MULTILINE)
+    assert [name for _, name in rows] == [name for name in ("linear_elu", "mala", "hedgehog") for _ in range(2)]
+
+
 # ---- the program -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,16 +11,23 @@ from farfield import cost, maps, ops
 from farfield.cost import planning
 from farfield.nn import CoefficientNorm, GridAttention, LocalBranch, NormedAttention, TransformerLayer, attention_for
 from farfield.ops import OPERATORS
-from helpers.followed import EXAMPLE, GRID, Row, added, conv, each, follow, predict
+from helpers.followed import EXAMPLE, GRID, Row, Run, added, conv, each, follow, predict
 
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
 
-WIDE = torch.randn(1, 8, 5, 6)
+WIDE, STREAM = torch.randn(1, 8, 5, 6), torch.randn(1, 8, 6)
 
 
 def summary(operator: str) -> ops.Summary:
     return GridAttention(8, operator).summarize(GRID)
+
+
+def decoder() -> nn.Module:
+    """A causal attention with another operator."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1).eval()
+    farfield.replace_attention(encoder, "linear_elu")
+    return Run(lambda layers, tokens: layers[0](tokens, nn.Transformer.generate_square_subsequent_mask(6)), encoder)
 
 
 def scripted() -> nn.Module:
@@ -127,6 +134,30 @@ ROWS = [
         lambda: ops.outer_sum(torch.ones(1, 2, 4), (2, 3)),
         "5 numbers for size (2, 3)",
         lambda: ops.outer_sum(torch.ones(1, 2, 5), (2, 3)),
+    ),
+    Row(
+        "ops/causal.py",
+        lambda: ops.causal_attention("softmax", *[STREAM] * 3),
+        "one of factorized, averaged, linear_relu, linear_elu",
+        lambda: ops.causal_attention("linear_elu", *[STREAM] * 3),
+    ),
+    Row(
+        "ops/causal.py",
+        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0)),
+        "key_weight.clamp_min(0)",
+        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0).clamp_min(0)),
+    ),
+    Row(
+        "ops/causal.py",
+        lambda: ops.causal_attention("mala", GRID, GRID, GRID),
+        "query.flatten(2), and the same of key and value",
+        lambda: ops.causal_attention("mala", *[GRID.flatten(2)] * 3),
+    ),
+    Row(
+        "maps/layers.py",
+        lambda: maps.layers(decoder(), torch.randn(1, 6, 8)),
+        "ops.causal_attention of torch.eye as values",
+        lambda: ops.causal_attention("linear_elu", STREAM, STREAM, torch.eye(6)[None]),
     ),
     Row("ops/grid.py", lambda: ops.pooled(0), "pooled(2)", lambda: ops.pooled(2)),
     Row(

@@ -22,13 +22,15 @@ TOKENS, OPTIONS = torch.randn(2, 5, 8), {"steps": 2, "quiet": True}
 class Own(nn.Module):
     """An attention of a user's own."""
 
-    def __init__(self, heads: int = 2, causal: bool = False) -> None:
+    def __init__(self, heads: int = 2, causal: bool = False, calls: bool = True) -> None:
         super().__init__()
-        self.num_heads, self.head_dim, self.heads, self.causal = 2, 4, heads, causal
+        self.num_heads, self.head_dim, self.heads, self.causal, self.calls = 2, 4, heads, causal, calls
         self.qkv = nn.Linear(8, 24)
 
     def forward(self, tokens: Tensor) -> Tensor:
         query, key, value = self.qkv(tokens).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if not self.calls:
+            return value.transpose(1, 2).flatten(2)
         response = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return response.transpose(1, 2).flatten(2)
 
@@ -123,9 +125,15 @@ ROWS = [
     ),
     Row(
         "insertion/_replace/calls.py",
-        lambda: own("linear_relu", causal=True),
+        lambda: own("linear_relu", calls=False),
         "leave this layer out by where=",
-        lambda: own("linear_relu", "1", causal=True),
+        lambda: own("linear_relu", "1", calls=False),
+    ),
+    Row(
+        "insertion/_replace/masks.py",
+        lambda: own("factorized_gaussian", causal=True),
+        "linear_relu, linear_elu, hedgehog, inline, mala, or leave this layer out by where=",
+        lambda: own("linear_elu", causal=True),
     ),
     Row(
         "insertion/_replace/checking.py",

@@ -142,6 +142,9 @@ def _record_tokens(network: nn.Module, recorded: dict[str, Layer]) -> Iterator[N
     def record(call: TokenCall) -> None:
         # Other threads may run other networks.
         if running and threading.get_ident() == thread:
+            if call.causal:
+                problem = f"{running[-1]} is causal, and a Layer attends to all its positions"
+                raise refusal(ValueError, f"{problem}; fix: ops.causal_attention of torch.eye as values, head by head.")
             add_layer(recorded, running[-1], layer_of(call, patches.of(running[-1], call)))
 
     # Behind an error that the network catches, the module is left too.

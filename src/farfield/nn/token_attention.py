@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farfield.ops.causal import attend_causally
 from farfield.ops.grid import accumulation
 from farfield.ops.projection import head_matrices
 from farfield.ops.slots import Summary
@@ -27,6 +28,7 @@ class TokenCall(NamedTuple):
     key: Tensor  # `(b, h, n, d)`, 0 where a key is not valid
     valid: Tensor | None  # `(b, 1, 1, n)`, True where a key is valid; None if all are
     scale: float  # of the products before a softmax; ignored for other operators
+    causal: bool = False  # whether each query attends to the keys up to its place
 
 
 # A list and no context variable: compiled code reads it.
@@ -53,6 +55,7 @@ def attend_tokens(
     scale: float,  # of the products before a softmax; ignored for other operators
     dropout: float = 0.0,  # of a weight of the basis, or of a coefficient without a basis, in any training mode
     weights: bool = False,
+    causal: bool = False,  # whether each query attends to the keys up to its place, of as many as there are queries
     learned: Mapping[str, Tensor] = MappingProxyType({}),  # of `operator.parameter_shapes`, by name
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by any operator: responses `(b, m, h, c)`, contiguous, and with `weights` the matrix `(b, h, m, n)`."""
@@ -67,7 +70,7 @@ def attend_tokens(
         query, key = query @ of_queries, key @ of_keys
         operator = dataclasses.replace(operator, score=None, slots=0)
     for record in RECORDERS:
-        record(TokenCall(operator, query, key, valid, scale))
+        record(TokenCall(operator, query, key, valid, scale, causal))
     q, k, v = (each.transpose(-2, -1) for each in (query, key, value))  # (b, h, d, m), (b, h, d, n), (b, h, c, n)
     if operator.score is not None:  # of ones
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
@@ -76,12 +79,18 @@ def attend_tokens(
     operator = _add_dropout(operator, dropout)
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
     positions = count if valid is None else valid.to(count.dtype)
+
+    def attend(values: Tensor) -> Tensor:  # (b, h, c, n) to (b, h, c, m)
+        if causal:
+            return attend_causally(operator, q, k, values, positions)[0]
+        return attend_heads(operator, q, k, values, positions, valid is None)
+
     if not weights:
-        response = attend_heads(operator, q, k, v, positions, valid is None)  # (b, h, c, m)
+        response = attend(v)
         return response.to(value.dtype).permute(0, 3, 1, 2).contiguous(), None
     # The response to values that are unit vectors is the matrix itself.
     units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * positions.mT.to(v.dtype)  # (b, 1, n, n)
-    matrix = attend_heads(operator, q, k, units.expand(-1, v.shape[1], -1, -1), positions, valid is None).mT
+    matrix = attend(units.expand(-1, v.shape[1], -1, -1)).mT
     return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
 
 

@@ -1,6 +1,7 @@
 """Pure functions on grids `(batch, channels, *size)`: the operators of global attention by summary."""
 
 from farfield.ops.axes import axis_means, outer_sum
+from farfield.ops.causal import causal_attention
 from farfield.ops.factorized import (
     averaged_attention,
     dot_attention,
@@ -45,6 +46,7 @@ __all__ = [
     "Summary",
     "averaged_attention",
     "axis_means",
+    "causal_attention",
     "dot_attention",
     "factorized_attention",
     "factorized_gaussian_attention",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -77,6 +77,11 @@ class Summary(NamedTuple):
             self.side_by_side,
             self.complete and other.complete,
         )
+
+    def detach(self) -> Summary:
+        """Return the same summary without a history: gradients of what is made of it end here."""
+        parts: Any = {name: each.detach() for name, each in self._asdict().items() if isinstance(each, Tensor)}
+        return self._replace(**parts)
 
     def rescaled(self, peak: Tensor) -> Summary:
         """Return the same summary with exponents relative to another peak."""
@@ -235,11 +240,11 @@ class Quotient:
         return (shares / torch.where(total == 0, 1, total + self.epsilon)).to(query.dtype)
 
     def scaled(self, weights: Tensor) -> Tensor:
-        """Return weights `(b, h, r, 1)` over the largest of their head, of which shares without an ε are the same."""
+        """Return weights over the largest of their head's slots, of which shares without an ε are the same."""
         if self.epsilon:
             return weights
         # Where features are small, so are the sums of them, and the product of the two is too small for a number.
-        largest = weights.detach().amax((2, 3), keepdim=True)
+        largest = weights.detach().amax(2, keepdim=True)
         return weights / torch.where(largest == 0, 1, largest)
 
 
@@ -262,7 +267,7 @@ MALA_EPSILON = 1e-6
 
 def _products_with_means(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> Tensor:
     """Return φ(q) s times the mean of φ(k), channel by channel `(b, h, r, m)`, s = 1/√d; the last slot has none."""
-    means = summary.weights[:, :, :-1] / summary.count.clamp_min(1)
+    means = summary.weights[:, :, :-1] / position(query, summary)
     return query.shape[2] ** -0.5 * features(query.to(means.dtype)) * means
 
 
@@ -273,8 +278,8 @@ def weight(query: Tensor, summary: Summary) -> Tensor:
 
 
 def position(query: Tensor, summary: Summary) -> Tensor:
-    """The number of valid positions, at least 1."""
-    return summary.count.clamp_min(1)
+    """The number of valid positions, or the sum of their weights; 1 where that is 0."""
+    return torch.where(summary.count == 0, 1, summary.count)
 
 
 def channel(query: Tensor, summary: Summary) -> int:

@@ -55,8 +55,10 @@ def replace_attention(
     * Rotary positions, by the names in the code: act as distances with `factorized`, `averaged`, `dot`, `inline`,
       `softmax`; other operators are an error, and in transformers use the rotated channels as they are, with a
       `UserWarning`, as wherever no name settles it.
-    * Causal masks, sliding windows, relative positions and other biases differ between queries: an error, here or,
-      where only the arguments of a call show them, when the model first runs.
+    * Causal attention, by `is_causal=True` in calls of torch's function or of `torch.nn.MultiheadAttention` and in
+      MONAI's blocks: by the operators of `ops.causal_attention`, of a whole sequence without cached keys.
+    * Other causal masks, sliding windows, relative positions and other biases differ between queries: an error, here
+      or, where only the arguments of a call show them, when the model first runs.
     * Saving a model of transformers: its configuration gets an entry that names this call. transformers (5.4 or later)
       refuses to load the model until `attn_implementation=` overrides the entry; this call then restores the outputs.
       Others, such as diffusers, write nothing: a `UserWarning`, and `save_recipe` keeps what was replaced.

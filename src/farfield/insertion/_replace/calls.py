@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from farfield._refusals import door, put_name, refusal
-from farfield.insertion._replace.masks import causal_error, find_valid_positions
+from farfield._refusals import door, refusal
+from farfield.insertion._replace.masks import check_causal, find_valid_positions
 from farfield.insertion._replace.modules import Replaced, TorchAttention, split_heads
 from farfield.insertion._replace.multi_scale import with_epsilon
 from farfield.insertion._replace.reading import FUNCTION, calls_torch
@@ -96,8 +96,6 @@ class CallingAttention(Replaced):
     ) -> Tensor:
         """Attend with the arguments of torch's function, `(…, h, n, d)`."""
         caller = f"{self.host.__name__} with {self.operator_name}"
-        if is_causal:
-            raise put_name(caller, causal_error())
         shape, leading = query.shape, query.shape[:-2]
         heads = [x.expand(*leading[:-1], *x.shape[-3:]) if x.dim() > 2 else x[None] for x in (key, value)]
         q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.dim() > 3 else x[None] for x in (query, *heads))
@@ -107,10 +105,12 @@ class CallingAttention(Replaced):
                 attn_mask = attn_mask.expand(*leading[:-1], *attn_mask.shape[-3:]).flatten(0, -4)
             attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
         with door(caller):
+            if is_causal:
+                check_causal(self.operator, q, k)
             valid = find_valid_positions(attn_mask, k)
             self.check_channels(k)
         scale = shape[-1] ** -0.5 if scale is None else scale
-        response, _ = self.attend(q, k, v, valid, scale=scale, dropout=dropout_p)
+        response, _ = self.attend(q, k, v, valid, scale=scale, dropout=dropout_p, causal=is_causal)
         return response.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
 
     def check_channels(self, key: Tensor) -> None:

@@ -78,6 +78,7 @@ def attend_in_host(
     scale: float,
     dropout: float,
     weights: bool = False,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `attend_tokens` does, with what the attention has learned, and its local branch if it has one."""
     if valid is not None and valid.shape[2] > 1:
@@ -87,12 +88,12 @@ def attend_in_host(
     kernel = getattr(module, LOCAL, None)
     if learned or kernel is not None:
         _check_layout(module, query, value)
-    options: Any = {"scale": scale, "dropout": dropout, "weights": weights, "learned": learned}
+    options: Any = {"scale": scale, "dropout": dropout, "weights": weights, "causal": causal, "learned": learned}
     response, matrix = attend_tokens(operator, query, key, value, valid, **options)
     # In cross-attention the values have no place beside the queries.
     if kernel is None or module.__dict__.get(WITHOUT) == "local" or query.shape[2] != value.shape[2]:
         return response, matrix
-    branch = _convolve(value, valid, kernel, query.shape[1])
+    branch = _convolve(value, valid, kernel, query.shape[1], causal)
     return branch if module.__dict__.get(WITHOUT) == "summary" else response + branch, matrix
 
 
@@ -112,11 +113,12 @@ def add_local(module: nn.Module, kernel: int) -> None:
     module.register_parameter(LOCAL, nn.Parameter(like.new_zeros(heads * width, 1, kernel)))
 
 
-def _convolve(value: Tensor, valid: Tensor | None, kernel: Tensor, heads: int) -> Tensor:
+def _convolve(value: Tensor, valid: Tensor | None, kernel: Tensor, heads: int, causal: bool) -> Tensor:
     """Convolve values `(b, g, n, c)` along the tokens, those that are not valid read as 0: `(b, n, h, c)`."""
     if valid is not None:
         value = torch.where(valid.transpose(-2, -1), value, 0)
     value = value.repeat_interleave(heads // value.shape[1], 1)
     rows = value.transpose(-2, -1).flatten(1, 2)
-    convolved = F.conv1d(rows, kernel.to(rows.dtype), padding="same", groups=len(kernel))
+    rows = F.pad(rows, (kernel.shape[2] - 1, 0)) if causal else rows
+    convolved = F.conv1d(rows, kernel.to(rows.dtype), padding="valid" if causal else "same", groups=len(kernel))
     return convolved.unflatten(1, (heads, -1)).permute(0, 3, 1, 2)

@@ -13,6 +13,7 @@ from torch import Tensor
 from farfield._checks import shape_error
 from farfield._refusals import refusal
 from farfield.insertion._replace.blocks import find_blocks
+from farfield.ops.causal import CAUSAL, find_causal_obstacle
 from farfield.ops.grid import ALL
 from farfield.ops.table import OPERATORS, Operator, look_up_operator
 
@@ -93,6 +94,18 @@ def _unbiased(mask: Tensor) -> Tensor:
         fix = "leave this layer out by where=, or take a model without the bias."
         raise refusal(ValueError, f"{problem}, and there are no such products; fix: {fix}")
     return valid
+
+
+def check_causal(operator: Operator, query: Tensor, key: Tensor) -> None:
+    """Refuse causal attention from queries `(b, h, m, d)` of an operator without one, or with keys of calls before."""
+    if reason := find_causal_obstacle(operator):
+        problem = f"each query attends only to the positions before it, and the operator {reason}"
+        fix = f"take one of {CAUSAL}, or leave this layer out by where=."
+        raise refusal(ValueError, f"in causal attention {problem}; fix: {fix}")
+    if query.shape[2] != key.shape[2]:
+        problem = f"each query has a key of its position, got {query.shape[2]} queries and {key.shape[2]} keys"
+        fix = "call it without the keys of earlier calls (a cache), with all positions."
+        raise refusal(ValueError, f"in causal attention {problem}; fix: {fix}")
 
 
 def causal_error() -> ValueError:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farfield._refusals import door, put_name
+from farfield._refusals import door
 from farfield.insertion._replace.learned import attend_in_host
-from farfield.insertion._replace.masks import causal_error, find_valid_positions, join_valid
+from farfield.insertion._replace.masks import check_causal, find_valid_positions, join_valid
 from farfield.nn.scripting import refuse_to_script
 from farfield.ops.table import Operator
 
@@ -58,11 +58,13 @@ class Replaced:
         scale: float,
         dropout: float = 0.0,
         weights: bool = False,
+        causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from queries `(b, h, m, d)`: responses `(b, m, h, c)`, and with `weights` the matrix."""
         module = cast(nn.Module, self)
         operator = self.adapt_operator(module, self.operator)
-        return attend_in_host(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=weights)
+        options: Any = {"scale": scale, "dropout": dropout, "weights": weights, "causal": causal}
+        return attend_in_host(module, operator, query, key, value, valid, **options)
 
 
 class TorchAttention(Replaced, nn.MultiheadAttention):
@@ -96,16 +98,18 @@ class TorchAttention(Replaced, nn.MultiheadAttention):
             fix = "encoder.use_nested_tensor = False in the TransformerEncoder around it"
             padded = "a padded tensor and its key_padding_mask"
             raise TypeError(f"{caller}: nested tensors are not supported; fix: {fix}, or {padded}.")
-        if is_causal:
-            raise put_name(caller, causal_error())
         batched = query.dim() == 3
         batch = 0 if not batched or self.batch_first else 1
         grids = (grid if batched else grid[None] for grid in (query, key, value))
         q, k, v = (split_heads(positions.transpose(0, batch), self.num_heads) for positions in self.project(*grids))
         with door(caller):
+            if is_causal:  # the mask of pairs is then that of the order
+                check_causal(self.operator, q, k)
+                attn_mask = None
             valid = self.find_valid_keys(key_padding_mask, attn_mask, k)
         scale, dropout = 1 / math.sqrt(q.shape[-1]), self.dropout if self.training else 0.0
-        positions, weights = self.attend(q, k, v, valid, scale=scale, dropout=dropout, weights=need_weights)
+        options: Any = {"scale": scale, "dropout": dropout, "weights": need_weights, "causal": is_causal}
+        positions, weights = self.attend(q, k, v, valid, **options)
         response = self.out_proj(positions.flatten(2)).transpose(0, batch)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from farfield._refusals import door
-from farfield.insertion._replace.masks import find_valid_positions
+from farfield.insertion._replace.masks import check_causal, find_valid_positions
 from farfield.insertion._replace.modules import Replaced, split_heads
+from farfield.ops.causal import CAUSAL, find_causal_obstacle
 from farfield.ops.table import Operator
 
 
@@ -16,6 +17,7 @@ class _MonaiAttention(Replaced, nn.Module):
     num_heads: int
     scale: float
     dropout_rate: float
+    causal: bool
     to_q: nn.Module
     to_k: nn.Module
     to_v: nn.Module
@@ -25,8 +27,9 @@ class _MonaiAttention(Replaced, nn.Module):
     @classmethod
     def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
         """Refuse what differs between queries, and the matrix that only softmax attention keeps."""
-        if module.causal:
-            return "is causal: each query attends only to the positions before it, but all queries share one summary"
+        if module.causal and (reason := find_causal_obstacle(operator)):
+            problem = "is causal: each query attends only to the positions before it, and the operator"
+            return f"{problem} {reason}; fix: take one of {CAUSAL}, or leave it out by where=."
         if module.rel_positional_embedding is not None:
             return "adds relative positions to the products of queries and keys, and there are no such products"
         if module.save_attn:
@@ -37,9 +40,12 @@ class _MonaiAttention(Replaced, nn.Module):
         """Attend with positions `(b, n, h·d)` under a mask of keys `(b, n)`, and project the responses."""
         query, key, value = (split_heads(positions, self.num_heads) for positions in (query, key, value))
         with door(f"MONAI's {type(self).__name__} with {self.operator_name}"):
+            if self.causal:
+                check_causal(self.operator, query, key)
             valid = find_valid_positions(None if mask is None else (mask != 0)[:, None, None], key)
         dropout = self.dropout_rate if self.training else 0.0
-        response, _ = self.attend(query, key, value, valid, scale=self.scale, dropout=dropout)
+        options: Any = {"scale": self.scale, "dropout": dropout, "causal": self.causal}
+        response, _ = self.attend(query, key, value, valid, **options)
         return self.drop_output(self.out_proj(response.flatten(2)))
 
 
