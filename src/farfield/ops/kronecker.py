@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
@@ -17,6 +17,7 @@ def kronecker_kv_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend from every position to the means along each axis.
@@ -38,7 +39,7 @@ def kronecker_kv_attention(
         >>> ops.kronecker_kv_attention(image, image, image, heads=4).shape
         torch.Size([2, 64, 56, 56])
     """
-    return attend("kronecker_kv", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
+    return attend("kronecker_kv", query, key, value, heads, mask, query_mask, key_weight, scale=scale)
 
 
 @document_arguments
@@ -50,6 +51,7 @@ def kronecker_qkv_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend from the means along each axis to the means along each axis, and form a grid by the outer sum.
@@ -72,7 +74,7 @@ def kronecker_qkv_attention(
         >>> ops.kronecker_qkv_attention(volume, volume, volume).shape
         torch.Size([2, 64, 8, 16, 16])
     """
-    return attend("kronecker_qkv", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
+    return attend("kronecker_qkv", query, key, value, heads, mask, query_mask, key_weight, scale=scale)
 
 
 @document_arguments
@@ -84,6 +86,7 @@ def kronecker_qkv_literal_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend from the means along each axis to the means along each axis, with the outer sum as the paper prints it.
@@ -105,6 +108,4 @@ def kronecker_qkv_literal_attention(
         >>> ops.kronecker_qkv_literal_attention(volume, volume, volume).shape
         torch.Size([2, 64, 8, 16, 16])
     """
-    return attend(
-        "kronecker_qkv_literal", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale
-    )
+    return attend("kronecker_qkv_literal", query, key, value, heads, mask, query_mask, key_weight, scale=scale)

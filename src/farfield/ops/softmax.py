@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
@@ -17,6 +17,7 @@ def softmax_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every position by the softmax of its product with the query.
@@ -37,7 +38,7 @@ def softmax_attention(
         >>> ops.softmax_attention(image, image, image, heads=4).shape
         torch.Size([2, 8, 7, 7])
     """
-    return attend("softmax", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
+    return attend("softmax", query, key, value, heads, mask, query_mask, key_weight, scale=scale)
 
 
 @document_arguments
@@ -49,6 +50,7 @@ def softmax_pooled_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
     scale: float = 1.0,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to keys and values that are max-pooled by 2 along each axis.
@@ -71,4 +73,4 @@ def softmax_pooled_attention(
         >>> ops.softmax_pooled_attention(image, image, image).shape
         torch.Size([2, 8, 7, 7])
     """
-    return attend("softmax_pooled", query, key, value, heads=heads, mask=mask, query_mask=query_mask, scale=scale)
+    return attend("softmax_pooled", query, key, value, heads, mask, query_mask, key_weight, scale=scale)
