@@ -55,6 +55,18 @@ ROWS = [
         lambda: ops.dot_attention(GRID, nn.Conv2d(4, 8, 1)(GRID[:, :4]), GRID[:, :4]),
     ),
     Row(
+        "ops/grid.py",
+        lambda: ops.dot_attention(GRID, GRID, GRID, key_weight=torch.full((1, 6, 6), -1.0)),
+        "key_weight.nan_to_num(0, 0, 0).clamp_min(0)",
+        lambda: ops.dot_attention(GRID, GRID, GRID, key_weight=torch.full((1, 6, 6), -1.0).clamp_min(0)),
+    ),
+    Row(
+        "ops/grid.py",
+        lambda: GridAttention(8, "dot")(GRID, context_weight=[[1.0] * 6] * 6),
+        "torch.as_tensor(context_weight)",
+        lambda: GridAttention(8, "dot")(GRID, context_weight=torch.as_tensor([[[1.0] * 6] * 6])),
+    ),
+    Row(
         "_checks.py",
         lambda: ops.dot_attention(GRID, GRID, GRID, mask=torch.ones(1, 6, 6)),
         "mask > 0",
