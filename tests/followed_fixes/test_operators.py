@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import farfield
 from farfield import cost, maps, ops
 from farfield.cost import planning
 from farfield.nn import CoefficientNorm, GridAttention, LocalBranch, NormedAttention, TransformerLayer, attention_for
 from farfield.ops import OPERATORS
-from helpers.followed import EXAMPLE, GRID, Row, added, conv, each, follow, predict
+from helpers.followed import EXAMPLE, GRID, Row, Run, added, conv, each, follow, predict
 
 pytestmark = pytest.mark.unchecked("arguments of other types reach the functions")
 
@@ -21,6 +21,11 @@ WIDE = torch.randn(1, 8, 5, 6)
 
 def summary(operator: str) -> ops.Summary:
     return GridAttention(8, operator).summarize(GRID)
+
+
+def weighing(weight: Tensor | None) -> nn.Module:
+    """A network whose attention is called with weights."""
+    return Run(lambda layers, grid: layers[0](grid, context_weight=weight), GridAttention(8, "dot"))
 
 
 def scripted() -> nn.Module:
@@ -127,6 +132,12 @@ ROWS = [
         lambda: maps.layers(nn.Sequential(conv()), EXAMPLE),
         "farfield.insert",
         lambda: maps.layers(added().eval(), EXAMPLE),
+    ),
+    Row(
+        "maps/layers.py",
+        lambda: maps.layers(weighing(torch.ones(1, 6, 6)), GRID),
+        "context_weight=None",
+        lambda: maps.layers(weighing(None), GRID),
     ),
     Row(
         "ops/attend.py",

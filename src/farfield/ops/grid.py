@@ -95,7 +95,7 @@ def check_weight(name: str, weight: Tensor | None, owner: str, grid: Tensor) -> 
     check_positions(name, weight, owner, grid)
     if can_be_read(weight) and not bool(((weight >= 0) & weight.isfinite()).all()):
         fix = f"{name}.nan_to_num(0, 0, 0).clamp_min(0), where 0 masks a position."
-        numbers = f"{float(weight.min())} to {float(weight.max())}"
+        numbers = f"{float(weight.min()):.4g} to {float(weight.max()):.4g}"
         raise refusal(ValueError, f"{name} must be finite and not negative, got {numbers}; fix: {fix}")
 
 

@@ -443,7 +443,11 @@ def _run_as_one(
     *,
     mask: Tensor | None = None,
     context_mask: Tensor | None = None,
+    context_weight: Tensor | None = None,
 ) -> Tensor:
+    if context_weight is not None:
+        fix = "attention.summarize(tile, weight=…, origin=…, size=…) of each tile, merged, and attention.respond"
+        raise RecordingError(f"{path} attends to positions that have weights, which layers in tiles do not; fix: {fix}")
     if context is not None or context_mask is not None:
         raise RecordingError(f"{path} attends to a context; only self-attention runs in tiles")
     return torch.ops.farfield_streaming.layer(number, grid, mask)
