@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from farfield import maps
+from farfield import WholeNetwork, maps
 from farfield.nn import GridAttention
 from farfield.ops import OPERATORS, Summary
 from farfield.streaming import predict_whole
-from helpers.grids import ROWS, assert_close, tiles
+from helpers.grids import ENGINE_ROWS, ROWS, assert_close, tiles
 from helpers.seeding import seeded_generator
 
 SIZE = (6, 5)
@@ -116,29 +116,44 @@ def test_gradients_of_weights_that_a_network_computes() -> None:
     assert torch.autograd.gradcheck(lambda each: attention(grid, context_weight=each), weight)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- in tiles --------------------------------------------------------------------------------------------------------
 class Weighing(nn.Module):
-    """A network that computes the weights of its attention."""
+    """A network that computes the weights of its attention, or has them for a grid of one size."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: str = "factorized_gaussian", size: tuple[int, ...] | None = None) -> None:
         super().__init__()
-        self.enter, self.attention = nn.Conv2d(1, 8, 3, padding=1), GridAttention(8, "factorized_gaussian", heads=2)
+        self.enter, self.attention = nn.Conv2d(1, 8, 3, padding=1), _build(row, residual=True)
+        self.register_buffer("weight", None if size is None else torch.rand(1, *size, dtype=torch.float64))
+        self.double().eval()
 
     def forward(self, image: Tensor) -> Tensor:
         grid = self.enter(image)
-        response: Tensor = self.attention(grid, context_weight=grid[:, 0].exp())
+        weight = grid[:, 0].exp() if self.weight is None else self.weight
+        response: Tensor = self.attention(grid, mask=image[:, 0] > -1, context_weight=weight)
         return response
 
 
-def test_tiles_of_a_network_whose_attention_has_weights_are_refused() -> None:
-    network, image = Weighing().eval(), torch.randn(1, 1, 24, 24)
-    with pytest.raises(ValueError, match=r"attention attends to positions that have weights.*fix: attention.summarize"):
-        predict_whole(network, image, tile=8)
+@pytest.mark.parametrize("size", [None, (24, 20)], ids=["computed", "known"])
+@pytest.mark.parametrize("row", ENGINE_ROWS)
+def test_a_network_in_tiles(row: str, size: tuple[int, ...] | None) -> None:
+    network, image = Weighing(row, size), torch.randn(1, 1, 24, 20, dtype=torch.float64)
+    with torch.no_grad():
+        assert_close(torch.as_tensor(predict_whole(network, image, tile=8)), network(image))
 
 
+@pytest.mark.parametrize("row", ["softmax", "factorized_gaussian", "averaged", "kronecker_kv"])
+def test_a_network_is_trained_in_tiles(row: str) -> None:
+    network, image = Weighing(row), torch.randn(1, 1, 16, 12, dtype=torch.float64)
+    want = torch.autograd.grad(network(image).square().mean(), list(network.parameters()))
+    WholeNetwork(network, tile=8)(image).square().mean().backward()
+    for parameter, gradient in zip(network.parameters(), want, strict=True):
+        assert float((parameter.grad - gradient).norm()) <= 1e-10 * max(float(each.norm()) for each in want)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
 def test_maps_of_a_call_with_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="called with weights of keys, and its maps have none; fix: run the network"):
-        maps.layers(Weighing(), torch.randn(1, 1, 6, 6))
+        maps.layers(Weighing(), torch.randn(1, 1, 6, 6, dtype=torch.float64))
 
 
 @pytest.mark.unchecked("arguments of other types reach the functions")
