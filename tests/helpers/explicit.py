@@ -65,6 +65,13 @@ def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones(grid.shape[0], *grid.shape[2:], dtype=torch.bool) if mask is None else mask
 
 
+def measure(mask: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    """The weights of positions, 0 where one is masked, which no gradient reaches; the mask if there are none."""
+    if weight is None:
+        return mask
+    return torch.where(weight > 0 if mask is None else mask & (weight > 0), weight, 0)
+
+
 def pool(grid: Tensor, mask: Tensor | None, width: int = 2, kind: str = "max") -> tuple[Tensor, Tensor]:
     """Windows of `width` per axis (ceil mode), reduced over their valid positions, and the mean weight of these."""
     valid = valid_positions(grid, mask)
@@ -195,8 +202,7 @@ def attention(
     **learned: Tensor,
 ) -> Tensor:
     """A·V of an operator, on the query grid."""
-    if key_weight is not None:
-        mask = key_weight if mask is None else key_weight * mask
+    mask = measure(mask, key_weight)
     if operator == "softmax_pooled":
         (value, _), (key, mask), operator = pool(value, mask), pool(key, mask), "softmax"
     attending = matrix(
