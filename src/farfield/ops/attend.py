@@ -30,8 +30,8 @@ _ARGUMENTS = {
     "heads": "Channels are split into this many groups in order, which attend separately; it divides c and p.",
     "mask": "`(b, *n)`, True where a key is valid (None: all); masked keys and values may hold anything, NaN included. "
     "Without a valid key, the responses of a sample are 0.",
-    "key_weight": "`(b, *n)`, the weight of each key, such as the area or volume that it stands for, or the number of "
-    "tokens that were merged to it; numbers from 0, which masks a key (None: all weigh alike).",
+    "key_weight": "`(b, *n)`, what each key counts for, such as its area or volume, or the tokens that were merged to "
+    "it: a key of weight 3 is three equal keys, and 0 masks one (None: all weigh alike).",
     "query_mask": "`(b, *m)`, True where a query is valid (None: all); masked queries may hold anything, NaN included, "
     "and are read as 0.",
     "scale": "Factor of the products of queries and keys; 1/√(c/heads) is the usual scaling.",

@@ -25,7 +25,8 @@ def kronecker_kv_attention(
     `O = attn(X, C, C)` with C = [L | H] the axis means (`axis_means`) of the key grid and of the value grid.
 
     A grid has Σ size axis means: height + width for an image. With one spatial dim it is softmax attention. Means run
-    over valid keys; an index without one takes no part.
+    over valid keys; an index without one takes no part. Weights of keys are those of the means, and an index counts for
+    the mean weight of its valid keys: log of it is added to products with its mean.
 
     Cost:
         b·M·S·(c + p) MACs and b·h·M·S coefficients, with S = Σ size of the key grid.
@@ -59,8 +60,9 @@ def kronecker_qkv_attention(
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x] − (n − 1)/n · mean(L̃ ⊕ H̃)` with n = 2 axes.
 
     The attention is quadratic in Σ size only. Means run over valid positions, and an index without a valid key takes no
-    part. The outer sum of n axes contains the grand mean n times; it is counted once, so that the implied attention
-    rows sum to 1. `kronecker_qkv_literal_attention` is the printed form, without that correction.
+    part. Weights of keys act as in `kronecker_kv_attention`; means of queries have none. The outer sum of n axes
+    contains the grand mean n times; it is counted once, so that the implied attention rows sum to 1.
+    `kronecker_qkv_literal_attention` is the printed form, without that correction.
 
     Cost:
         b·S²·(c + p) MACs with S = Σ size; with the compiled kernels, one read and one write of the grid.
@@ -94,7 +96,8 @@ def kronecker_qkv_literal_attention(
     `[L̃ | H̃] = attn(C, C, C)`, then `Y[:, y, x] = L̃[:, y] + H̃[:, x]`.
 
     The result contains the grand mean once per axis; networks learn better with `kronecker_qkv_attention`, which counts
-    it once. The implied attention rows sum to the number of spatial dims, not to 1. Masks act in the same way.
+    it once. The implied attention rows sum to the number of spatial dims, not to 1. Masks and weights act in the same
+    way.
 
     Cost:
         b·S²·(c + p) MACs with S = Σ size; with the compiled kernels, one read and one write of the grid.

@@ -25,6 +25,7 @@ def softmax_attention(
     `response_i = Σ_j softmax_j(k_jᵀ q_i) v_j`, V · Softmax(KᵀQ) in matrices.
 
     The regular (non-local) operator: exact, quadratic in the number of positions. The papers do not scale the products.
+    The logarithm of the weight of a key is added to its products.
 
     Cost:
         b·M·N·(c + p) MACs; b·h·M·N coefficients, in memory only for small grids.
@@ -58,8 +59,8 @@ def softmax_pooled_attention(
     `response_i = Σ_j softmax_j(pool(K)_jᵀ q_i) pool(V)_j`.
 
     Non-local networks pool keys and values, channel by channel, which divides the cost by 2^spatial_dims. An axis of
-    size 7 has 4 windows (ceil mode). A window pools its valid keys; one without any takes no part. `ops.pooled` is for
-    operators with other windows or with means.
+    size 7 has 4 windows (ceil mode). A window pools its valid keys and counts for their mean weight; one without any
+    takes no part. `ops.pooled` is for operators with other windows or with means.
 
     Cost:
         b·M·N'·(c + p) MACs with N' windows, a quarter of N for images of even size.
