@@ -203,15 +203,15 @@ def _matrix_is_small(query: Tensor, slots: Tensor) -> bool:
 def _weighted_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
     """Combine slots in float32 by `_fused_softmax`; one channel more adds the logarithms of shares to the products."""
     with full_precision(query):
-        dtype = accumulation(query.dtype)
+        (depth, width), dtype = (keys.shape[3], slots.shape[3]), accumulation(query.dtype)
         logarithms = nonzero(shares(summary)).log().to(dtype).expand(-1, keys.shape[1], -1, -1)
-        keys = torch.cat([keys.to(dtype), logarithms], 3)
         wide = query.to(dtype) * scale
         wide = torch.cat([wide, torch.ones_like(wide[:, :, :1])], 2)
-        width = slots.shape[3]
-        # Kernels take queries, keys and values of as many channels.
-        slots = F.pad(slots.to(dtype), (0, int(width + 1 == keys.shape[3])))
-        return _fused_softmax(wide, keys, slots, summary, 1.0)[:, :, :width].to(query.dtype)
+        # Kernels take queries, keys and values of as many channels, on a GPU a multiple of 4.
+        more = -(depth + 1) % 4
+        keys = F.pad(torch.cat([keys.to(dtype), logarithms], 3), (0, more))
+        slots = F.pad(slots.to(dtype), (0, 1 + more if width == depth else 0))
+        return _fused_softmax(F.pad(wide, (0, 0, 0, more)), keys, slots, summary, 1.0)[:, :, :width].to(query.dtype)
 
 
 def _fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:

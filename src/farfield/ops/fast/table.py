@@ -66,6 +66,7 @@ _QUERIES_FROM_AXES = {"queries_from": (AXES, NORMALIZED_AXES)}
 # ---- the lines -------------------------------------------------------------------------------------------------------
 _DIMS = "two or more spatial dims"
 _FEW = "at most 4 scores, of at least 8 channels each"
+_NO_WEIGHTS = "keys without weights"
 _FORMATS = "float32, or a format that the processor does not multiply"
 LINES = (
     Kernel(
@@ -137,7 +138,7 @@ LINES = (
         steps.why_not_scores,
         steps.sum_scores,
         gradient=("project_and_sum",),
-        needs=_FEW,
+        needs=f"{_FEW}; {_NO_WEIGHTS}",
     ),
     Kernel(
         "sums",
@@ -147,7 +148,7 @@ LINES = (
         steps.sum_slots,
         gradients.gradients_of_slots,
         gradient=("project_and_summarize_backward",),
-        needs=_FORMATS,
+        needs=f"{_FORMATS}; {_NO_WEIGHTS}",
     ),
     Kernel(
         "responses",
