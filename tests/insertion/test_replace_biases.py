@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farfield import maps, ops, replace_attention
+from farfield.insertion._replace.blocks import attend_in_blocks
 from farfield.insertion._replace.masks import find_obstacle
 from farfield.ops import OPERATORS
 from farfield.streaming import predict_whole
@@ -28,7 +29,8 @@ class Attention(nn.Module):
         return self.qkv(tokens).unflatten(2, (3, 3, 4)).permute(2, 0, 3, 1, 4)
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        response = F.scaled_dot_product_attention(*self.split(tokens), attn_mask=mask)
+        query, key, value = self.split(tokens)
+        response = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return response.transpose(1, 2).flatten(2)
 
 
@@ -156,3 +158,21 @@ def test_tiles_of_a_network_with_a_bias_of_keys(row: str) -> None:
     network, image = Image().double().eval(), torch.randn(1, 1, 12, 16).double()
     replace_attention(network, row)
     assert_close(torch.as_tensor(predict_whole(network, image, tile=8)), network(image).detach(), 1e-12)
+
+
+def test_keys_of_blocks_have_weights() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 6, 4, dtype=torch.float64) for _ in range(3))
+    weight = torch.rand(2, 1, 1, 6, dtype=torch.float64)
+    weight[0, ..., 2] = 0
+    numbers = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2]])
+    pairs = (numbers[:, :, None] == numbers[:, None])[:, None] * weight
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        matrix = (q @ k.mT + valid.log()).softmax(-1)
+        return (matrix @ v).transpose(1, 2), matrix
+
+    response, matrix = attend_in_blocks(attend, query, key, value, pairs)
+    want, whole = attend(query, key, value, pairs)
+    torch.testing.assert_close(response, want)
+    torch.testing.assert_close(matrix, whole)

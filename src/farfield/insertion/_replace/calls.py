@@ -67,7 +67,7 @@ class CallingAttention(Replaced):
     @classmethod
     def find_code(cls, module: Any) -> Callable[..., Any] | None:
         # Of a module that is replaced already, the host's.
-        return getattr(module, "host", type(module)).forward
+        return getattr(type(module), "host", type(module)).forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's forward, in which the operator answers torch's function."""

@@ -105,7 +105,7 @@ def find_doubts(
 
 def _is_saved(around: Sequence[nn.Module], known: set[int]) -> bool:
     """Whether a library saves an attention, and no configuration of `known` models gets an entry that says so."""
-    host = getattr(around[0], "host", type(around[0])).__module__
+    host = getattr(type(around[0]), "host", type(around[0])).__module__
     # The classes of this library refuse to save; of a part of a model, the whole is not seen.
     savers = [type(each).__module__ for each in around if hasattr(each, "save_pretrained")]
     saves = host.startswith(("diffusers.", "transformers.")) or not all(each.startswith("farfield.") for each in savers)

@@ -39,7 +39,7 @@ def calls_torch(module: Any, function: Any, levels: int = 1) -> bool:
 
 def _find_named(module: Any, function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield what the names in a function may stand for: attributes and methods of the module, and what its file has."""
-    kinds = getattr(module, "host", type(module)).__mro__
+    kinds = getattr(type(module), "host", type(module)).__mro__
     for name, is_global in _list_names(function):
         if is_global:
             each = _unwrap(function.__globals__.get(name))
