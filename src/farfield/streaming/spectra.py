@@ -6,7 +6,6 @@ written into. What is left are few numbers, whatever the size of the volume: sum
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -129,9 +128,10 @@ class _Keeping(Rewriting):
         if (spectrum and spectrum.node in self.modes) or (index not in self.needed and node.op != "input"):
             return [None] * len(node.outputs)
         found = self._place(node, write)
-        first = self.moved[node.inputs[0]] if node.op in _INVERSE else None
-        if isinstance(first, _Placed) and (result := self._add_waves(node, write, first.blocks)) is not None:
-            return [result]
+        if found and write.shape(found[0].value) == node.outputs[0].shape:
+            return [found[0].value]
+        if found == ():
+            return [_Placed(write.append("full", (0,), *node.outputs[0]), ())]
         # What no output depends on does not run.
         results = self.copy(node, [self.read(write, value) for value in node.inputs], node.outputs)
         return results if found is None else [_Placed(results[0], found)]
@@ -160,35 +160,35 @@ class _Keeping(Rewriting):
         return modes
 
     def _find_axes(self, blocks: Sequence[_Block], dims: Sequence[int]) -> list[int | None]:
-        """Return the axes of the transform that values come from, of as many dimensions or by each."""
-        known, same = dict[int, int | None](), None
-        for index in sorted({index for each in blocks for index in self.new.needed(each.value)}):
-            if own := self.axes.get(index):
-                known |= zip(self.new.nodes[index].args[1], own, strict=True)
-                same = own if len(own) == len(dims) else same
-        return same or [known.get(dim) for dim in dims]
+        """Return the axes of the last transform that values come from, along the same dimensions or as many."""
+        upstream = {index for each in blocks for index in self.new.needed(each.value)}
+        known, alike = dict[int, int | None](), list[int | None]()
+        for index in sorted(upstream.intersection(self.axes)):
+            own = self.axes[index]
+            known |= zip(self.new.nodes[index].args[1], own, strict=True)
+            alike = own if len(own) == len(dims) else alike
+        is_known = all(dim in known for dim in dims) or not alike
+        return [known.get(dim) for dim in dims] if is_known else alike
 
-    def _add_waves(self, node: Node, write: Writer, blocks: Sequence[_Block]) -> Value | None:
-        """Append the waves of blocks, in a grid that runs along the axes of the transform before."""
-        ((shape, dtype),) = node.outputs
-        dims = [dim % len(shape) for dim in node.args[1]]
+    def _add_waves(self, node: Node, write: Writer, blocks: Sequence[_Block]) -> tuple[_Block, ...] | None:
+        """Append the waves of blocks, in grids that run along the axes of the transform before."""
+        ((whole, dtype),) = node.outputs
+        dims = [dim % len(whole) for dim in node.args[1]]
         axes = self._find_axes(blocks, dims)
-        same = (
-            write.shape(each.value)[dim] == length
-            for each in blocks
-            for dim, length in enumerate(shape)
-            if dim not in dims
-        )
-        if not any(axis is not None for axis in axes) or not all(same):
+        if not any(axis is not None for axis in axes):
             return None
         sign = -1 if "c2c" in node.op and node.args[3] else 1
-        scale, results = _find_scale(node.args[2], [shape[dim] for dim in dims]), list[Value]()
+        scale, waves = _find_scale(node.args[2], [whole[dim] for dim in dims]), dict[Any, Value]()
         for value, places in _merge(write, blocks, dims):
+            shape = tuple(whole[dim] if dim in dims else len(own) for dim, own in enumerate(places))
             frequencies = [tuple(places[dim]) for dim in dims]
             args = value, self.moved[self.old.inputs[0]], dims, frequencies, axes, sign, scale
             macs = count_macs(write.shape(value), dims, shape, None if dtype.is_complex else dims[-1])
-            results.append(self.new.add("waves", args, {}, node.outputs, path=node.path, macs=macs))
-        return functools.reduce(lambda *pair: write.append("aten.add.Tensor", pair, shape), results)
+            own = self.new.add("waves", args, {}, [Info(shape, dtype)], path=node.path, macs=macs)
+            # Modes in one place of other dimensions add up.
+            key = tuple(0 if dim in dims else each[0] for dim, each in enumerate(places)), shape
+            waves[key] = write.append("aten.add.Tensor", (waves[key], own), shape) if key in waves else own
+        return tuple(_Block(value, first) for (first, _), value in waves.items())
 
     # ---- blocks among zeros ------------------------------------------------------------------------------------------
     def _blocks_of(self, write: Writer, value: Value) -> tuple[_Block, ...]:
@@ -200,11 +200,9 @@ class _Keeping(Rewriting):
     def _place(self, node: Node, write: Writer) -> tuple[_Block, ...] | None:
         """Return the blocks among zeros that the result of an operation is; None of any other."""
         shape, dtype = node.outputs[0]
-        if not dtype.is_complex:
-            return None
         if node.op == "full":
-            return () if node.args[0] == 0 else None
-        if node.op == "aten.constant_pad_nd.default" and node.args[2] == 0:
+            return () if dtype.is_complex and node.args[0] == 0 else None
+        if node.op == "aten.constant_pad_nd.default" and dtype.is_complex and node.args[2] == 0:
             blocks = self._blocks_of(write, node.inputs[0])
             for dim, before in zip(reversed(range(len(shape))), node.args[1][::2], strict=False):
                 blocks = _crop(write, blocks, dim, -before, shape[dim])
@@ -213,6 +211,8 @@ class _Keeping(Rewriting):
             return None
         if node.op == "aten.clone.default":
             return self._blocks_of(write, node.inputs[0])
+        if node.op in _INVERSE:
+            return self._add_waves(node, write, self._blocks_of(write, node.inputs[0]))
         if node.op == "slice" and node.args[3] == 1:
             _, dim, start, _ = node.args
             return _crop(write, self._blocks_of(write, node.inputs[0]), dim, start, shape[dim])

@@ -23,7 +23,7 @@ from farfield.streaming.rules.rule import (
     take_along,
 )
 from farfield.streaming.rules.sums import SUM
-from farfield.streaming.spans import Box, Layout, Piece, box_shape, is_cut
+from farfield.streaming.spans import Box, Layout, Piece, box_shape, distinct, is_cut
 from farfield.volumes.place import Place
 
 
@@ -68,7 +68,7 @@ def _along(call: OperationCall) -> dict[int, Piece]:
 
 def _label_waves(call: OperationCall) -> list[Layout]:
     (layout,), along = _WAVES.label(call), _along(call)
-    return [tuple((along[dim],) if dim in along else own for dim, own in enumerate(layout))]
+    return [distinct([(along[dim],) if dim in along else own for dim, own in enumerate(layout)])]
 
 
 def _run_waves(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
