@@ -218,7 +218,9 @@ def _unpool(info: Info, value: Tensor, index: Tensor, *windows: Any) -> Tensor:
     return packet(value, index, size) if count == 2 else packet(value, index, size, [1] * 3, [0] * 3)
 
 
-def _sum_modes(info: Info, value: Tensor, dims: Sequence[int], frequencies: Any, sign: int, scale: float) -> Tensor:
+def _sum_modes(
+    info: Info, value: Tensor, dims: Sequence[int], frequencies: Any, _: Any, sign: int, scale: float
+) -> Tensor:
     lengths = [value.shape[dim] for dim in dims]
     spans = [(0, length) for length in lengths]
     return (sum_modes(value, dims, frequencies, spans, lengths, sign) * scale).to(info.dtype)

@@ -24,10 +24,15 @@ _Modes = tuple[Value, tuple[Sequence[int], ...]]
 
 
 class _Spectrum(NamedTuple):
-    """What is taken of a transform: its node, and the positions along each dimension."""
+    """What is taken of a transform: its node, the positions along each of its dimensions, and these in a new order."""
 
     node: int
     taken: tuple[Sequence[int], ...]
+    order: tuple[int, ...]
+
+    def take(self, dim: int, positions: Sequence[int]) -> _Spectrum:
+        """Return what is taken with other positions along a dimension of the transform."""
+        return self._replace(taken=(*self.taken[:dim], positions, *self.taken[dim + 1 :]))
 
 
 class _Block(NamedTuple):
@@ -45,15 +50,16 @@ class _Placed(NamedTuple):
 
 
 def keep_modes(graph: Graph) -> Graph:
-    """Return a graph that computes the same, of transforms along axes of the volume the modes alone that are read."""
+    """Return a graph that computes the same, of transforms along axes of the volume the modes that are read."""
     return _Keeping(graph).rewrite() if any(node.op in _FORWARD for node in graph.nodes) else graph
 
 
 class _Keeping(Rewriting):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        # What is taken of transforms; and of each, what is read along its dimensions.
+        # What is taken of transforms; of each, what is read along its dimensions, and those that a slice has whole.
         self.spectra, self.frequencies = dict[Value, _Spectrum](), dict[int, list[set[int]]]()
+        self.whole = dict[int, set[int]]()
         # Transform -> its modes that are read; and their node -> the axes of its dimensions, counted from the last.
         self.modes, self.axes = dict[int, Value](), dict[int, list[int | None]]()
         ends = graph.output, *graph.writes.values()
@@ -68,36 +74,30 @@ class _Keeping(Rewriting):
         """Note what of a transform an operation takes on, or reads."""
         found, shape = None, node.outputs[0].shape
         if node.op in _FORWARD and not node.known:
-            found = _Spectrum(index, tuple(map(range, shape)))
+            found = _Spectrum(index, tuple(map(range, shape)), tuple(range(len(shape))))
         first = self.spectra.get(node.inputs[0]) if node.inputs else None
         if first and node.op == "slice":
             _, dim, start, step = node.args
-            part = first.taken[dim][start : start + (shape[dim] - 1) * step + 1 : step]
-            found = first._replace(taken=(*first.taken[:dim], part, *first.taken[dim + 1 :]))
+            own = first.order[dim]
+            found = first.take(own, first.taken[own][start : start + (shape[dim] - 1) * step + 1 : step])
+        elif first and node.op == "permute":
+            found = first._replace(order=tuple(first.order[dim] for dim in node.args[1]))
         elif first and node.op == "aten.clone.default":
             found = first
         elif first and node.op == "aten.cat.default":
-            found = self._join(node.args[1] % len(shape), [self.spectra.get(value) for value in node.inputs])
+            found = _join(first.order[node.args[1] % len(shape)], [self.spectra.get(value) for value in node.inputs])
         if found:
             self.spectra[Value(index)] = found
         if found is None or found.node == index:
             for value in node.inputs:
                 self._note_read(value)
 
-    def _join(self, dim: int, spectra: Sequence[_Spectrum | None]) -> _Spectrum | None:
-        """Return modes side by side, such as those that `fftshift` moves."""
-        present = [each for each in spectra if each is not None]
-        others = {(each.node, each.taken[:dim], each.taken[dim + 1 :]) for each in present}
-        if len(present) < len(spectra) or len(others) > 1:
-            return None
-        taken = present[0].taken
-        joined = tuple(itertools.chain(*(each.taken[dim] for each in present)))
-        return present[0]._replace(taken=(*taken[:dim], joined, *taken[dim + 1 :]))
-
     def _note_read(self, value: Value) -> None:
         if value in self.spectra:
-            node, taken = self.spectra[value]
-            dims = self.old.nodes[node].args[1]
+            node, taken, _ = self.spectra[value]
+            (shape, _), dims = self.old.nodes[node].outputs[0], self.old.nodes[node].args[1]
+            whole = {dim % len(shape) for dim in dims if len(taken[dim]) == shape[dim]}
+            self.whole[node] = whole.union(self.whole.get(node, ()))
             for own, dim in zip(self.frequencies.setdefault(node, [set() for _ in dims]), dims, strict=True):
                 own.update(taken[dim])
 
@@ -118,7 +118,8 @@ class _Keeping(Rewriting):
                 result = write.part(result, dim, own[0], own[-1] + 1)
             else:
                 result = write.take(result, dim, own)
-        return result
+        moves = spectrum.order != tuple(range(len(spectrum.order)))
+        return write.permute(result, spectrum.order) if moves else result
 
     def rewrite_node(self, index: int, node: Node, write: Writer) -> Sequence[Any]:
         """Append an operation, of the modes that are read where it is a transform, and return its outputs."""
@@ -143,16 +144,16 @@ class _Keeping(Rewriting):
         self.label()
         pieces = [self.labelled.layouts[value][dim] for dim in dims]
         axes = [None if len(own) > 1 else own[0].axis for own in pieces]
-        each = list(zip(dims, axes, map(len, frequencies), strict=True))
-        few = any(axis is not None and count < result.shape[dim] for dim, axis, count in each)
+        whole = tuple(sorted(self.whole[index]))
+        few = any(axis is not None and dim not in whole for dim, axis in zip(dims, axes, strict=True))
         if not few or not all(frequencies):
             return None
         shape = list(result.shape)
-        for dim, _, count in each:
-            shape[dim] = count
+        for dim, own in zip(dims, frequencies, strict=True):
+            shape[dim] = len(own)
         sign = -1 if "r2c" in node.op or node.args[3] else 1
         scale = _find_scale(node.args[2], [info.shape[dim] for dim in dims])
-        args = value, dims, [tuple(sorted(own)) for own in frequencies], sign, scale
+        args = value, dims, [tuple(sorted(own)) for own in frequencies], whole, sign, scale
         macs = count_macs(info.shape, dims[::-1], shape, None if info.dtype.is_complex else dims[-1])
         modes = self.new.add("modes", args, {}, [Info(tuple(shape), result.dtype)], path=node.path, macs=macs)
         size = len(self.labelled.size)
@@ -211,6 +212,12 @@ class _Keeping(Rewriting):
             return None
         if node.op == "aten.clone.default":
             return self._blocks_of(write, node.inputs[0])
+        if node.op == "permute":
+            order = node.args[1]
+            blocks = self._blocks_of(write, node.inputs[0])
+            return tuple(
+                _Block(write.permute(value, order), tuple(first[dim] for dim in order)) for value, first in blocks
+            )
         if node.op in _INVERSE:
             return self._add_waves(node, write, self._blocks_of(write, node.inputs[0]))
         if node.op == "slice" and node.args[3] == 1:
@@ -223,6 +230,14 @@ class _Keeping(Rewriting):
             joined += [_move(each, dim, start) for each in self._blocks_of(write, value)]
             start += self.old.info(value).shape[dim]
         return tuple(joined)
+
+
+def _join(dim: int, spectra: Sequence[_Spectrum | None]) -> _Spectrum | None:
+    """Return modes side by side, such as those that `fftshift` moves."""
+    present = [each for each in spectra if each is not None]
+    if len(present) < len(spectra) or len({each.take(dim, ()) for each in present}) > 1:
+        return None
+    return present[0].take(dim, tuple(itertools.chain(*(each.taken[dim] for each in present))))
 
 
 def _move(block: _Block, dim: int, by: int) -> _Block:

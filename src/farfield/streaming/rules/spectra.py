@@ -27,26 +27,23 @@ from farfield.streaming.spans import Box, Layout, Piece, box_shape, distinct, is
 from farfield.volumes.place import Place
 
 
-# ---- modes: of a value along dims, frequencies of each, sign, scale --------------------------------------------------
+# ---- modes: of a value along dims, frequencies of each, dims with all of them, sign, scale ---------------------------
 def _dims_of_modes(call: OperationCall) -> Dims:
     return [[None if dim in call.args[1] else dim for dim in range(len(call.shape))]]
 
 
 def _sum_tile(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
-    layout, (_, dims, frequencies, sign, scale) = call.operands[0].layout, call.args
+    layout, (_, dims, frequencies, _, sign, scale) = call.operands[0].layout, call.args
     spans, lengths = [single(core(layout)[dim]) for dim in dims], [call.operands[0].shape[dim] for dim in dims]
     return (sum_modes(tensors[0], dims, frequencies, spans, lengths, sign) * scale,)
 
 
 def _reduce_modes(call: OperationCall) -> Reduction | None:
-    operand, (_, dims, frequencies, *_) = call.operands[0], call.args
-    cut = [(dim, len(own)) for dim, own in zip(dims, frequencies, strict=True) if is_cut(operand.layout[dim])]
-    for dim, count in cut:
-        # Numbers that are real have half of the modes along the last dimension.
-        half = dim == dims[-1] and not operand.dtype.is_complex
-        if count > operand.shape[dim] // 2 if half else count == operand.shape[dim]:
-            raise RuleError(f"all its {count} modes along an axis that is cut are read, as many as positions; {FIX}")
-    return _MODES if cut else None
+    layout, (_, dims, _, whole, *_) = call.operands[0].layout, call.args
+    for dim in whole:
+        if is_cut(layout[dim]):
+            raise RuleError(f"all its {call.shape[dim]} modes along an axis that is cut are read; {FIX}")
+    return _MODES if any(is_cut(layout[dim]) for dim in dims) else None
 
 
 _MODES = SUM._replace(summarize=_sum_tile, along=along_output)
