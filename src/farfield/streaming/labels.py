@@ -14,7 +14,7 @@ from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
 from farfield.streaming.rules import Rule, find_rule
 from farfield.streaming.rules.reading import local
-from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, Scan, widen
+from farfield.streaming.rules.rule import FIX, Operand, OperationCall, Reduction, RuleError, Scan, widen
 from farfield.streaming.spans import (
     Box,
     Layout,
@@ -222,7 +222,10 @@ def _grid_layout(shape: Sequence[int], cut: Collection[int], first: int) -> Layo
 
 def _label_by_rule(labelled: LabelledGraph, index: int, node: Node) -> None:
     def operand(value: Value) -> Operand:
-        return Operand(labelled.layouts[value], labelled.graph.info(value).dtype)
+        layout, (shape, dtype) = labelled.layouts[value], labelled.graph.info(value)
+        if shape and not layout:
+            raise RuleError(f"it reads output {value.output} of {labelled.graph.nodes[value.node].op}; {FIX}")
+        return Operand(layout, dtype)
 
     args, kwargs = map_values((node.args, node.kwargs), Value, operand)
     operands = tuple(operand(value) for value in node.inputs)

@@ -61,7 +61,7 @@ def compute(
                 result = reduction.respond(call, value.output, box, tensors, parts[value.node])
             elif value.node in labelled.scans:
                 carried = parts[value.node]
-                result, carried[:] = labelled.scans[value.node].step(call, tensors, [*carried] or None)
+                result, carried[:] = labelled.scans[value.node].step(call, box, tensors, [*carried] or None)
             else:
                 rule = labelled.rules[value.node]
                 name = _find_in_place(call.op) if rule is POINTWISE and not torch.is_grad_enabled() else None

@@ -99,7 +99,7 @@ class _Splitting(Rewriting):
                 return None
             parts += each.parts if isinstance(each, _Joined) else [each]
         self.label()
-        several = any(len(self.labelled.layouts[part][dim]) > 1 for part in parts)
+        several = any(len(own[dim]) > 1 for own in map(self.labelled.layouts.__getitem__, parts) if own)
         return _Joined(tuple(parts), dim) if several and len(parts) > 1 else None
 
     def _split_view(self, node: Node, write: Writer, joined: _Joined) -> list[_Joined] | None:

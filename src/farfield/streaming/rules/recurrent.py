@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from farfield.streaming.graph import find_operation
-from farfield.streaming.rules.rule import Dims, OperationCall, Rule, RuleError, Scan, aligned
+from farfield.streaming.rules.rule import Dims, OperationCall, Rule, RuleError, Scan, aligned, take_along
 from farfield.streaming.spans import Box, Layout, box_shape, is_cut
 
 
@@ -36,9 +36,9 @@ def _scan(call: OperationCall) -> Scan | None:
 
 
 def _take_steps(
-    call: OperationCall, tensors: Sequence[Tensor], states: list[Tensor] | None
+    call: OperationCall, box: Box, tensors: Sequence[Tensor], states: list[Tensor] | None
 ) -> tuple[Tensor, list[Tensor]]:
-    (steps, weights, first, *rest), _ = call.bind(tensors)
+    (steps, weights, first, *rest), _ = call.bind(take_along(call, _dims_of_steps(call), 0, box, tensors))
     result, *last = find_operation(call.op)(steps, weights, states or first, *rest)
     return result, last
 

@@ -209,8 +209,8 @@ class Scan(NamedTuple):
 
     axis: int
     back: bool  # from the last tile to the first
-    # (call, operands, states before or None) -> the output, and the states behind
-    step: Callable[[OperationCall, Sequence[Tensor], list[Tensor] | None], tuple[Tensor, list[Tensor]]]
+    # (call, box of the output, operands, states before or None) -> the output, and the states behind
+    step: Callable[[OperationCall, Box, Sequence[Tensor], list[Tensor] | None], tuple[Tensor, list[Tensor]]]
 
 
 class Moved(NamedTuple):
