@@ -154,9 +154,7 @@ class Last(nn.Module):
 
 def test_the_last_state_is_refused() -> None:
     net, volume = made(Last()), skewed(1, 1, 50)
-    with pytest.raises(
-        GraphError, match="it reads output 1 of farfield_streaming.recurrent.*; fix: tile with None"
-    ):
+    with pytest.raises(GraphError, match=r"it reads output 1 of farfield_streaming\.recurrent.*; fix: tile with None"):
         predict_whole(net, volume, tile=8, quiet=True)
     assert relative(predict_whole(net, volume, tile=(None,), quiet=True), run(net, volume)) < TOLERANCE
 
