@@ -101,6 +101,17 @@ def normed_rows(layers: Any, grid: Tensor) -> Tensor:
     return F.group_norm(layers[0](grid).permute(0, 2, 1, 3), 4).permute(0, 2, 1, 3)
 
 
+def filtered(layers: Any, grid: Tensor) -> Tensor:
+    """All modes along the first axis, of a few along the second."""
+    return torch.fft.irfft2(torch.fft.rfft2(layers[0](grid))[..., :5] / 2, s=grid.shape[-2:])
+
+
+def scanned(layers: Any, grid: Tensor) -> Tensor:
+    """Steps that are the positions of both axes."""
+    first, gru = layers
+    return gru(first(grid).flatten(2).mT)[0].mT.unflatten(2, grid.shape[2:])
+
+
 def sheared(layers: Any, grid: Tensor) -> Tensor:
     """Positions of which both axes lie in one dimension, and each of them is shifted."""
     return layers[0](grid).flatten(2).roll(1, 2).view(1, 2, *grid.shape[2:])
@@ -211,6 +222,18 @@ ROWS = [
         lambda: predict(Run(sheared, conv()), tile=16),
         "tile=(20, None)",
         lambda: predict(Run(sheared, conv()), tile=(20, None)),
+    ),
+    Row(
+        "streaming/rules/recurrent.py",
+        lambda: predict(Run(scanned, conv(), nn.GRU(2, 2, batch_first=True)), tile=16),
+        "tile=(20, None)",
+        lambda: predict(Run(scanned, conv(), nn.GRU(2, 2, batch_first=True)), tile=(20, None)),
+    ),
+    Row(
+        "streaming/rules/spectra.py",
+        lambda: predict(Run(filtered, conv()), tile=16),
+        "tile with None for that axis",
+        lambda: predict(Run(filtered, conv()), tile=(None, 16)),
     ),
     Row(
         "streaming/rules/norms.py",

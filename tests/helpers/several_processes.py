@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from farfield.streaming import MeanOverFlips, Tiles
+from helpers.recurrent_nets import dual_path
+from helpers.spectral_nets import Operator
 from helpers.streamed_nets import attention, settled
 
 
@@ -60,6 +62,8 @@ class Case(NamedTuple):
 CASES = {
     "norms": Case(norms, {"tile": Tiles(16, disk=10**7), "pad": "reflect"}),
     "attention": Case(attended, {"tile": 16}),
+    "modes": Case(lambda: Operator("Corners", (4, 5), norm=True), {"tile": 16}),
+    "recurrent": Case(dual_path, {"tile": Tiles(16, disk=10**7)}),
     "softmax on disk": Case(Softmax, {"tile": 16, "pad": "constant"}),
     "flips": Case(lambda: MeanOverFlips(norms(), axes=(0, 1)), {"tile": (16, 32), "pad": "reflect"}),
     "labels": Case(norms, {"tile": 16, "pad": "reflect", "reduce": "argmax"}),

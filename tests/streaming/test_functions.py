@@ -144,12 +144,6 @@ def test_networks_in_tiles(name: str) -> None:
             torch.testing.assert_close(run_in_tiles(net, volume, tile).output, net(volume), rtol=1e-12, atol=1e-12)
 
 
-def test_steps_along_a_cut_axis_are_refused() -> None:
-    function, build = NETWORKS["GRU"]
-    with pytest.raises(GraphError, match="fix: tile with None for that axis"):
-        run_in_tiles(Layer(function, *build()).eval(), torch.randn(SHAPE), (23, 5))
-
-
 class Averaging(nn.Module):
     """Keeps an average of what it saw, by a new tensor or by a write."""
 

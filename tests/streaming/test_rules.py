@@ -286,6 +286,7 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
         lambda g: torch.fft.irfft(torch.fft.rfft(g, dim=1) * 2, n=4, dim=1) + torch.fft.fft(g, dim=1).abs(),
         AREA,
     ),
+    "few modes": (lambda g: torch.fft.irfft(torch.fft.rfft(g, dim=2)[:, :, 1:4], g.shape[2], dim=2), AREA),
     "complex": (lambda g: torch.view_as_real(turn(g)).flatten(-2).movedim(-1, 1), AREA),
     "cross": (lambda g: torch.linalg.cross(g, g.roll(1, 1), dim=1), LINE),
     "triangles": (of_matrices(lambda m: (m.triu() - m.tril(-1)).sum((-1, -2))), AREA),

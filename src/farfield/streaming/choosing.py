@@ -94,7 +94,7 @@ def choose_plan(
 
 def choose_workers(plan: StreamingPlan, tiles: Tiles, device: torch.device) -> int:
     """Return how many tiles run at once: where each has one thread of torch, as many as that has and memory allows."""
-    if tiles.workers or plan.threads != 1 or device.type != "cpu":
+    if tiles.workers or plan.threads != 1 or device.type != "cpu" or plan.labelled.scans:
         return tiles.workers or 1
     room = _find_memory(tiles, device) - (0 if plan.on_disk else plan.stored_bytes)
     return max(1, min(torch.get_num_threads(), room // max(1, plan.tile_bytes), len(plan.cores)))

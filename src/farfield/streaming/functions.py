@@ -33,27 +33,29 @@ def _one_hot(classes: Tensor, num_classes: int = -1) -> Any:
     return (classes[..., None] == torch.arange(num_classes, device=classes.device)).long()
 
 
-# All steps of a recurrent layer, as one operation on each device: (steps, samples, channels), and the states.
+# All steps of a recurrent layer in one direction, as one operation on each device: (steps, samples, channels), and the
+# states, of which those behind the last step are returned.
 _LIBRARY = torch.library.Library("farfield_streaming", "FRAGMENT")
 _LIBRARY.define(
-    "recurrent(Tensor steps, Tensor[] weights, Tensor[] states, str kind, bool biases, int layers, bool both)"
+    "recurrent(Tensor steps, Tensor[] weights, Tensor[] states, str kind, bool biases, int layers, bool back)"
     " -> Tensor[]"
 )
 register_flop_formula(torch.ops.farfield_streaming.recurrent, get_raw=True)(recurrent)
 
 
 def _take_steps(
-    steps: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, biases: bool, layers: int, both: bool
+    steps: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, biases: bool, layers: int, back: bool
 ) -> list[Tensor]:
     given = states if kind == "lstm" else states[0]
-    return list(getattr(_VF, kind)(steps, given, weights, biases, layers, 0.0, False, both, False))
+    steps = steps.flip(0) if back else steps
+    result, *last = getattr(_VF, kind)(steps, given, weights, biases, layers, 0.0, False, False, False)
+    return [result.flip(0) if back else result, *last]
 
 
 def _find_shapes(
-    steps: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, biases: bool, layers: int, both: bool
+    steps: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, biases: bool, layers: int, back: bool
 ) -> list[Tensor]:
-    channels = (1 + both) * states[0].shape[-1]
-    return [steps.new_empty(*steps.shape[:2], channels), *map(torch.empty_like, states)]
+    return [steps.new_empty(*steps.shape[:2], states[0].shape[-1]), *map(torch.empty_like, states)]
 
 
 _LIBRARY.impl("recurrent", _take_steps, "CompositeExplicitAutograd")
@@ -76,10 +78,31 @@ def _recurrent(kind: str) -> Callable[..., Any]:
             return NotImplemented
         given = list(states) if kind == "lstm" else [states]
         steps = input.transpose(0, 1) if batch_first else input
-        result, *last = torch.ops.farfield_streaming.recurrent(steps, list(weights), given, kind, biases, layers, both)
+        weights = list(weights)
+        if both:
+            result, *last = _run_both(steps, weights, given, kind, biases, layers)
+        else:
+            result, *last = torch.ops.farfield_streaming.recurrent(steps, weights, given, kind, biases, layers, False)
         return (result.transpose(0, 1) if batch_first else result, *last)
 
     return run
+
+
+def _run_both(
+    steps: Tensor, weights: list[Tensor], states: list[Tensor], kind: str, biases: bool, layers: int
+) -> list[Tensor]:
+    """Run each layer from the first step on and from the last one back, side by side."""
+    count, lasts = len(weights) // (2 * layers), []
+    for layer in range(layers):
+        results = []
+        for place, back in ((2 * layer, False), (2 * layer + 1, True)):
+            own = [each[place : place + 1] for each in states]
+            part = weights[place * count : (place + 1) * count]
+            result, *last = torch.ops.farfield_streaming.recurrent(steps, part, own, kind, biases, 1, back)
+            results.append(result)
+            lasts.append(last)
+        steps = torch.cat(results, -1)
+    return [steps, *(torch.cat(each) for each in zip(*lasts, strict=True))]
 
 
 def _split_gates(

@@ -70,6 +70,8 @@ def find_global_calls(recorded: RecordedNetwork) -> list[GlobalCall]:
 def _gathers(labelled: LabelledGraph, index: int) -> bool:
     """Whether one position of a result needs all positions of an operand, as a product with all keys does."""
     node = labelled.graph.nodes[index]
+    if index in labelled.scans:
+        return True
     if node.op not in ALIGNED_RULES or index not in labelled.calls:
         return False
     return bool(find_gathered(labelled, node, labelled.calls[index], labelled.rules[index]))

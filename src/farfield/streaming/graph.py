@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from farfield.streaming.fourier import add_waves, sum_modes
 from farfield.streaming.random_numbers import draw
 
 
@@ -217,6 +218,22 @@ def _unpool(info: Info, value: Tensor, index: Tensor, *windows: Any) -> Tensor:
     return packet(value, index, size) if count == 2 else packet(value, index, size, [1] * 3, [0] * 3)
 
 
+def _sum_modes(
+    info: Info, value: Tensor, dims: Sequence[int], frequencies: Any, _: Any, sign: int, scale: float
+) -> Tensor:
+    lengths = [value.shape[dim] for dim in dims]
+    spans = [(0, length) for length in lengths]
+    return (sum_modes(value, dims, frequencies, spans, lengths, sign) * scale).to(info.dtype)
+
+
+def _add_waves(
+    info: Info, modes: Tensor, _: Tensor, dims: Sequence[int], frequencies: Any, __: Any, sign: int, scale: float
+) -> Tensor:
+    lengths = [info.shape[dim] for dim in dims]
+    spans = [(0, length) for length in lengths]
+    return add_waves(modes * scale, dims, frequencies, spans, lengths, sign, not info.dtype.is_complex)
+
+
 # Our own operations: name -> `(info of the first output, *arguments)` -> the output, or all of them.
 OWN: dict[str, Callable[..., Any]] = {
     "view": lambda info, value: value.reshape(info.shape),
@@ -234,6 +251,10 @@ OWN: dict[str, Callable[..., Any]] = {
     "detach": lambda info, value: value.detach(),
     # What a network returns of several values, each an output.
     "several": lambda info, *values: values,
+    # A few frequencies of a value along dimensions; and the grid that frequencies are of, which runs along some axes,
+    # counted from the last, of a volume.
+    "modes": _sum_modes,
+    "waves": _add_waves,
     # All positions of a dimension, for each position of a result.
     "whole": lambda info, value, dim: value,
     # Of queries, keys and values: a mask, whether only earlier keys count, and the factor of products.

@@ -14,7 +14,7 @@ from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
 from farfield.streaming.rules import Rule, find_rule
 from farfield.streaming.rules.reading import local
-from farfield.streaming.rules.rule import Operand, OperationCall, Reduction, RuleError, widen
+from farfield.streaming.rules.rule import FIX, Operand, OperationCall, Reduction, RuleError, Scan, widen
 from farfield.streaming.spans import (
     Box,
     Layout,
@@ -59,7 +59,8 @@ class LabelledGraph:
     reductions: dict[int, Reduction] = field(default_factory=dict)  # of nodes that sum over the whole
     # The number of reductions before a node in series, itself included.
     levels: dict[int, int] = field(default_factory=dict)
-    # One position needs all of these along a cut axis: they are stored before.
+    scans: dict[int, Scan] = field(default_factory=dict)  # of nodes that run along an axis tile by tile
+    # One position needs all of these along a cut axis, or they are of a scan: they are stored before.
     gathered: set[Value] = field(default_factory=set)
 
     @cached_property
@@ -221,7 +222,10 @@ def _grid_layout(shape: Sequence[int], cut: Collection[int], first: int) -> Layo
 
 def _label_by_rule(labelled: LabelledGraph, index: int, node: Node) -> None:
     def operand(value: Value) -> Operand:
-        return Operand(labelled.layouts[value], labelled.graph.info(value).dtype)
+        layout, (shape, dtype) = labelled.layouts[value], labelled.graph.info(value)
+        if shape and not layout:
+            raise RuleError(f"it reads output {value.output} of {labelled.graph.nodes[value.node].op}; {FIX}")
+        return Operand(layout, dtype)
 
     args, kwargs = map_values((node.args, node.kwargs), Value, operand)
     operands = tuple(operand(value) for value in node.inputs)
@@ -249,8 +253,15 @@ def _label_by_rule(labelled: LabelledGraph, index: int, node: Node) -> None:
         labelled.levels[index] += 1
         return
     gathered = find_gathered(labelled, node, call, rule)
+    scan = rule.scan(call)
+    if scan is not None:
+        labelled.scans[index] = scan
+        labelled.gathered.add(Value(index))
+        # Tiles may run again for their states, from the same numbers.
+        gathered |= {node.inputs[0]}.difference(labelled.graph.inputs)
     labelled.gathered |= gathered
-    labelled.levels[index] = max([labelled.levels[index], *(labelled.levels[value.node] + 1 for value in gathered)])
+    before = gathered.union(value for value in node.inputs if value.node in labelled.scans)
+    labelled.levels[index] = max([labelled.levels[index], *(labelled.levels[value.node] + 1 for value in before)])
 
 
 def find_gathered(labelled: LabelledGraph, node: Node, call: OperationCall, rule: Rule) -> set[Value]:

@@ -255,7 +255,7 @@ class _Masking:
                 self.scores[Value(index)] = mask
             elif mask is not None:
                 raise self._refuse(node, "it takes scores of all positions without softmax")
-        elif (
+        elif index in self.labelled.scans or (
             (rule is POINTWISE or node.op in ALIGNED_RULES)
             and "grid_sampler" not in name
             and find_gathered(self.labelled, node, call, rule)

@@ -23,6 +23,7 @@ from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
 from farfield.streaming.records import Merge, Record, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
+from farfield.streaming.scanning import Lines
 from farfield.streaming.spans import Box, Span, box_shape, read_box, region_of
 from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, StoredInMemory, StoredValue
 
@@ -178,6 +179,7 @@ class TiledRun(Run):
         self.number = -1
         # Of the sample that runs: the merged parts of all tiles of each reduction, of so many passes.
         self.sample, self.known, self.parts = -1, 0, dict[int, Parts]()
+        self.lines = Lines(plan)
         # Tiles of one pass run in several threads: the first of them begins it, and one at a time is stored.
         self.lock = threading.Lock()
 
@@ -207,6 +209,7 @@ class TiledRun(Run):
             if number != self.number:
                 # Not at the end of the pass before: a prediction that is killed there still needs what that pass read.
                 self.store.begin(sample, own)
+                self.lines.clear()
                 self.number = number
         return self._run_tile(own, index)
 
@@ -252,8 +255,7 @@ class TiledRun(Run):
         if plan.patch:
             known, boxes = compute_patch(labelled, plan.patch, tile, wanted, read, self.parts)
         else:
-            given = {*graph.inputs, *plan.passes[number].reads}
-            known, boxes = compute(labelled, wanted, given, read, self.parts), wanted
+            known, boxes = self._compute(number, index, wanted, read), wanted
 
         def part(value: Value, box: Box) -> Tensor:
             if not known:
@@ -280,6 +282,27 @@ class TiledRun(Run):
         if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:
             self.write_output(self.sample, index, box, part(graph.output, box) if known else None)
         return record
+
+    def _compute(
+        self, number: int, index: int, wanted: Mapping[Value, Box], read: Callable[[Value, Box], Tensor]
+    ) -> dict[Value, Tensor]:
+        """Compute values of a tile; what it scans takes the states of tiles before it, and leaves its own."""
+        labelled, given = self.plan.labelled, {*self.plan.labelled.graph.inputs, *self.plan.passes[number].reads}
+
+        def run_before(value: Value, before: int, states: list[Tensor]) -> None:
+            box = own_box(self.plan, value, self.plan.cores[before])
+            if box is not None:
+                compute(labelled, {value: box}, given, read, {**self.parts, value.node: states})
+
+        carried = {
+            value.node: self.lines.find(value.node, index, functools.partial(run_before, value))
+            for value in wanted
+            if value.node in labelled.scans
+        }
+        known = compute(labelled, wanted, given, read, {**self.parts, **carried})
+        for node, states in carried.items():
+            self.lines.keep(node, index, states)
+        return known
 
 
 def _spreads(numbers: Tensor) -> bool:

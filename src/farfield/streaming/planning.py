@@ -198,8 +198,13 @@ def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
                 halos.append(Halo(before, tuple(max(0, read[-1][1] - stop) for _, stop, read in spans)))
             elif value not in given and macs[value.node][1]:
                 _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
+    # What is scanned back runs once for the states, and once for its numbers.
+    twice = {index for index, scan in labelled.scans.items() if scan.back}
     running = sum(
-        macs[value.node][1] * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
+        (1 + (value.node in twice))
+        * macs[value.node][1]
+        * math.prod(own.values())
+        / max(1, math.prod(graph.info(value).shape))
         for value, own in counts.items()
     )
     summing = sum(macs[index][0] for index in plan.passes[number].reductions)

@@ -50,6 +50,7 @@ from farfield.streaming.graph import (
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.random_numbers import SEED, find_drawn
 from farfield.streaming.rewrites import REWRITTEN, as_attention, with_numbers
+from farfield.streaming.spectra import keep_modes
 from farfield.streaming.tokens import split_tokens
 
 aten = torch.ops.aten
@@ -360,7 +361,7 @@ def record_network(
     for name, tensor in graph.constants.items():
         graph.constants[name] = (tensor if draws else tensor.detach()).to(device)
     sweep(graph)
-    graph = split_tokens(graph)
+    graph = keep_modes(split_tokens(graph))
     for node in graph.nodes:
         if holds((node.args, node.kwargs), Tensor):  # it would be that of the whole, in every tile
             raise RecordingError(f"{node.path} runs {node.op} on a tensor that is not recorded")

@@ -26,7 +26,8 @@ def compute(
     wanted: Mapping[Value, Box],
     given: Collection[Value],
     read: Read,
-    parts: Mapping[int, Parts],  # merged, of the reductions that results depend on
+    # Merged, of the reductions that results depend on; of scans, the states before, in whose place those behind come.
+    parts: Mapping[int, Any],
 ) -> dict[Value, Tensor]:
     """Compute a box of each wanted value; `given` ones are read, and each is freed after its last use."""
     regions, needs = trace(labelled, wanted, given)
@@ -58,6 +59,9 @@ def compute(
             if reduction is not None:
                 held = [*tensors, *_tensors_in(parts[value.node])]
                 result = reduction.respond(call, value.output, box, tensors, parts[value.node])
+            elif value.node in labelled.scans:
+                carried = parts[value.node]
+                result, carried[:] = labelled.scans[value.node].step(call, box, tensors, [*carried] or None)
             else:
                 rule = labelled.rules[value.node]
                 name = _find_in_place(call.op) if rule is POINTWISE and not torch.is_grad_enabled() else None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from farfield.streaming.graph import Graph, Info, Node, Value, Writer, map_values
-from farfield.streaming.labels import LabelledGraph, label_node
+from farfield.streaming.rewriting import Rewriting
 from farfield.streaming.rules import find_rule
 from farfield.streaming.rules.rule import Operand, OperationCall, RuleError
 from farfield.streaming.spans import constant_layout
@@ -36,33 +36,15 @@ def split_tokens(graph: Graph) -> Graph:
     joins = (node for node in graph.nodes if node.op == _CAT and not node.known)
     if len(shape) < 4 or all(len(node.outputs[0].shape) == len(shape) for node in joins):
         return graph
-    return _Splitting(graph, shape[2:]).split_graph()
+    return _Splitting(graph).rewrite()
 
 
-class _Splitting:
-    def __init__(self, graph: Graph, size: Sequence[int]) -> None:
-        self.old, self.new = graph, Graph(constants=graph.constants, device=graph.device, stored=graph.stored)
-        self.labelled = LabelledGraph(self.new, tuple(size), tuple(range(len(size))))
-        # Values of the graph as it was -> those of the new one.
-        self.moved: dict[Value, Value | _Joined] = {}
+class _Splitting(Rewriting):
+    def read(self, write: Writer, value: Value) -> Value:
+        """Return a value in one."""
+        return self._join(write, self.moved[value])
 
-    def split_graph(self) -> Graph:
-        starts = []
-        for index, node in enumerate(self.old.nodes):
-            starts.append(len(self.new.nodes))
-            results = self._split(node, Writer(self.new, node.path))
-            self.moved.update((Value(index, output), each) for output, each in enumerate(results))
-        starts.append(len(self.new.nodes))
-        self.new.inputs = [Value(starts[value.node]) for value in self.old.inputs]
-        writer = Writer(self.new, self.old.nodes[-1].path)
-        self.new.output = self._join(writer, self.moved[self.old.output])
-        self.new.writes = {name: self._join(writer, self.moved[value]) for name, value in self.old.writes.items()}
-        for call in self.old.calls:
-            first, last = call.nodes
-            self.new.calls.append(call._replace(nodes=(starts[first], starts[last])))
-        return self.new
-
-    def _split(self, node: Node, write: Writer) -> Sequence[Value | _Joined]:
+    def rewrite_node(self, index: int, node: Node, write: Writer) -> Sequence[Value | _Joined]:
         """Append an operation, part by part if an operand has parts, and return its outputs."""
         if node.op == _CAT and (joined := self._split_cat(node)):
             return [joined]
@@ -75,15 +57,7 @@ class _Splitting:
             results = self._split_slice(node, write, joined)
         elif joined:
             results = self._split_aligned(node, write, operands)
-        return results or self._add(node, [self._join(write, each) for each in operands], node.outputs)
-
-    def _add(self, node: Node, operands: Sequence[Value], outputs: Sequence[Info], share: float = 1) -> list[Value]:
-        """Append an operation on operands in the place of those that it has, or on a share of them."""
-        rest = iter(operands)
-        args, kwargs = map_values((node.args, node.kwargs), Value, lambda _: next(rest))
-        macs = round(node.macs * share)
-        first = self.new.add(node.op, args, kwargs, outputs, path=node.path, macs=macs).node
-        return [Value(first, output) for output in range(len(outputs))]
+        return results or self.copy(node, [self._join(write, each) for each in operands], node.outputs)
 
     def _lengths(self, joined: _Joined) -> list[int]:
         return [self.new.info(part).shape[joined.dim] // joined.samples for part in joined.parts]
@@ -124,9 +98,8 @@ class _Splitting:
             if isinstance(each, _Joined) and (each.dim != dim or each.samples > 1):
                 return None
             parts += each.parts if isinstance(each, _Joined) else [each]
-        for index in range(len(self.labelled.levels), len(self.new.nodes)):
-            label_node(self.labelled, index, refused={})
-        several = any(len(self.labelled.layouts[part][dim]) > 1 for part in parts)
+        self.label()
+        several = any(len(own[dim]) > 1 for own in map(self.labelled.layouts.__getitem__, parts) if own)
         return _Joined(tuple(parts), dim) if several and len(parts) > 1 else None
 
     def _split_view(self, node: Node, write: Writer, joined: _Joined) -> list[_Joined] | None:
@@ -175,7 +148,7 @@ class _Splitting:
         if at is None and _SUMS.get(node.op) == len(places):
             return self._add_sums(node, write, [each for each in operands if isinstance(each, _Joined)])
         if at is None:
-            return self._add(node, [self._join(write, each, whole=True) for each in operands], node.outputs)
+            return self.copy(node, [self._join(write, each, whole=True) for each in operands], node.outputs)
         # Those of the first operand that runs with the output; others run with them, or are read as a whole.
         lead = next(
             each for each, own in zip(operands, dims, strict=True) if isinstance(each, _Joined) and own[each.dim] == at
@@ -192,7 +165,7 @@ class _Splitting:
         for number, length in enumerate(lengths):
             taken = [take(number, *pair) for pair in zip(operands, dims, strict=True)]
             infos = [_shorten(info, at, samples * sum(lengths), samples * length) for info in node.outputs]
-            results.append(self._add(node, taken, infos, length / sum(lengths)))
+            results.append(self.copy(node, taken, infos, length / sum(lengths)))
         return [_Joined(parts, at, samples) for parts in zip(*results, strict=True)]
 
     def _call(self, node: Node) -> OperationCall:
@@ -209,7 +182,7 @@ class _Splitting:
         if any(self._lengths(each) != lengths or each.samples != operands[0].samples for each in operands):
             return None
         sums = [
-            self._add(node, parts, node.outputs, length / sum(lengths))[0]
+            self.copy(node, parts, node.outputs, length / sum(lengths))[0]
             for parts, length in zip(zip(*(each.parts for each in operands), strict=True), lengths, strict=True)
         ]
         return [functools.reduce(lambda *pair: write.append("aten.add.Tensor", pair, *output), sums)]

@@ -9,7 +9,9 @@ from farfield.streaming.rules.aligned import ALIGNED_RULES, POINTWISE
 from farfield.streaming.rules.norms import NORM_RULES
 from farfield.streaming.rules.pooling import POOLING_RULES
 from farfield.streaming.rules.reading import READING_RULES
+from farfield.streaming.rules.recurrent import RECURRENT_RULES
 from farfield.streaming.rules.rule import Rule
+from farfield.streaming.rules.spectra import SPECTRUM_RULES
 from farfield.streaming.rules.sums import SUM_RULES
 from farfield.streaming.rules.windows import WINDOW_RULES
 
@@ -20,6 +22,8 @@ RULES: dict[str, Rule] = {
     **POOLING_RULES,
     **SUM_RULES,
     **NORM_RULES,
+    **SPECTRUM_RULES,
+    **RECURRENT_RULES,
 }
 
 

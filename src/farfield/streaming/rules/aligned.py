@@ -119,12 +119,6 @@ def _sampled(call: OperationCall) -> Dims:
     return [[0, *[None] * (count - 1)], [0, *range(2, count), None]]
 
 
-def _recurrent(call: OperationCall) -> Dims:
-    """The samples of steps and of states, and all of their weights."""
-    _, weights, states = call.args[:3]
-    return [[None, 1, None], *([None] * len(each.layout) for each in weights), *([[None, 1, None]] * len(states))]
-
-
 def _distances(call: OperationCall) -> Dims:
     """Rows of the first operand, rows of the second in the place of columns; features are read whole."""
     count = len(call.shape)
@@ -277,7 +271,6 @@ ALIGNED_RULES: dict[str, Rule] = {
     **named(aligned(lambda call: [range(len(call.shape)), [None]]), "bucketize.Tensor"),
     **named(aligned(_indexed), "index.Tensor"),
     **named(aligned(_sampled, gathers=True), "grid_sampler_2d grid_sampler_3d"),
-    "farfield_streaming.recurrent.default": aligned(_recurrent),
     **named(aligned(lambda call: [[0, None], [None]]), "mv"),
     **named(aligned(_distances), "_euclidean_dist _cdist_forward"),
     **named(aligned(_multiplied, gathers=True)._replace(reduce=_reduce_product), "mm bmm addmm baddbmm"),

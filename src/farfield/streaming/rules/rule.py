@@ -204,6 +204,15 @@ def convert_number(number: float, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
 
 
+class Scan(NamedTuple):
+    """How an operation runs along an axis that is cut: each tile with the states that the tile before it has left."""
+
+    axis: int
+    back: bool  # from the last tile to the first
+    # (call, box of the output, operands, states before or None) -> the output, and the states behind
+    step: Callable[[OperationCall, Box, Sequence[Tensor], list[Tensor] | None], tuple[Tensor, list[Tensor]]]
+
+
 class Moved(NamedTuple):
     """A dimension of an operand that is read elsewhere than at the position of the output."""
 
@@ -226,6 +235,8 @@ class Rule(NamedTuple):
     run: Run  # the output on the box, from the operands on the boxes that it needs
     # The row by which it sums over the whole; None where it does not.
     reduce: Callable[[OperationCall], Reduction | None] | None = None
+    # How it runs along an axis that is cut; None where each tile runs by itself.
+    scan: Callable[[OperationCall], Scan | None] = lambda call: None
     # How many numbers `run` makes beside its output.
     scratch: Callable[[OperationCall, int, Box], int] = lambda call, output, box: 0
     # Of each operand, by axis, where positions of the output stand among its own, None where these are not even. Along

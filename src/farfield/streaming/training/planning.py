@@ -194,6 +194,9 @@ def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> Tr
         if given is not None or plan.tile_bytes <= memory:
             break
     refuse_large_summaries(forward.labelled, graph.device)
+    for index in forward.labelled.scans:
+        text = f"{graph.nodes[index].op} in {graph.nodes[index].path} has no gradient along an axis that is cut"
+        raise refusal(GraphError, f"{text}; fix: tile with None for that axis.")
     for index, row in forward.labelled.reductions.items():
         forward.labelled.reductions[index] = with_ties(row)
         node = graph.nodes[index]
