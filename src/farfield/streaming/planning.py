@@ -11,7 +11,7 @@ from dataclasses import replace
 from farfield.streaming.arguments import axis_spans, round_up
 from farfield.streaming.cuts import cheapest_source, cut_levels
 from farfield.streaming.graph import Node, Value
-from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions
+from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions, fit_tile
 from farfield.streaming.patches import Patch, find_attention
 from farfield.streaming.places import RecordedNetwork, find_places, find_scales
 from farfield.streaming.plan import (
@@ -42,11 +42,12 @@ def make_plan(
     labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value], cuts: Sequence[int] = ()
 ) -> StreamingPlan:
     """Plan the passes of a graph, without their costs; of the chosen values those are stored that a later one reads."""
-    levels = cut_levels(labelled, cuts)
+    tile = tuple(map(min, tile, labelled.size))
+    labelled, levels = fit_tile(labelled, tile), cut_levels(labelled, cuts)
     passes = end_passes(labelled, chosen, levels, labelled.reductions)
     written = {levels[value.node] for each in passes for value in each.writes}
     ends = tuple(index for index in cuts if levels[index] in written)
-    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes, ends)
+    return StreamingPlan(labelled, tile, passes, ends)
 
 
 def end_passes(

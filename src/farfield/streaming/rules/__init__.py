@@ -10,6 +10,7 @@ from farfield.streaming.rules.norms import NORM_RULES
 from farfield.streaming.rules.pooling import POOLING_RULES
 from farfield.streaming.rules.reading import READING_RULES
 from farfield.streaming.rules.rule import Rule
+from farfield.streaming.rules.scans import SCAN_RULES
 from farfield.streaming.rules.sums import SUM_RULES
 from farfield.streaming.rules.windows import WINDOW_RULES
 
@@ -20,6 +21,7 @@ RULES: dict[str, Rule] = {
     **POOLING_RULES,
     **SUM_RULES,
     **NORM_RULES,
+    **SCAN_RULES,
 }
 
 

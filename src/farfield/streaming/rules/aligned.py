@@ -238,7 +238,7 @@ UNTAGGED = """
     fake_quantize_per_tensor_affine_cachemask
 """
 ALONG = """
-    cumsum cumprod cummax cummin logcumsumexp sort sort.stable topk gather scatter.value scatter.src scatter_add
+    cummax cummin sort sort.stable topk gather scatter.value scatter.src scatter_add
     scatter_reduce.two index_select index_add index_copy index_fill.int_Scalar glu linalg_cross
     _fft_r2c _fft_c2c _fft_c2r
 """

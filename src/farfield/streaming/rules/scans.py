@@ -1,0 +1,210 @@
+"""Scans along an axis, such as cumulative sums: a row of the table of reductions, which reads what is before a box.
+
+A tile gives the totals of its windows, each of so many positions, and where they lie. A position reads the merge of all
+windows before its box, and scans the rest inside the box. So a box may begin anywhere, as one that a convolution behind
+the scan asks for does, and tiles run in any order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from farfield.streaming.rules.rule import (
+    FIX,
+    Core,
+    Dims,
+    OperationCall,
+    Parts,
+    Reduction,
+    Rule,
+    RuleError,
+    aligned,
+    all_but,
+    given_dims,
+    named,
+    widen,
+)
+from farfield.streaming.spans import Box, box_shape, is_cut, length_of
+
+# The spans of the pieces of all dimensions, in lists as a record has them; along the scan, of windows.
+Spans = list[list[int]]
+
+
+class Scan(NamedTuple):
+    """An associative operation on tensors side by side, and the number that changes nothing."""
+
+    neutral: tuple[float, ...]
+    total: Callable[[Sequence[Tensor], int], Sequence[Tensor]]  # of all positions along a dimension, which goes
+    combine: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]  # what is before, and what follows
+    scan: Callable[[Sequence[Tensor], int], Sequence[Tensor]]  # the totals up to each position
+
+
+# ---- what a tile gives, and how two merge ----------------------------------------------------------------------------
+def _take_numbers(call: OperationCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the numbers that are scanned: torch converts them before, and adds up half precision in float32."""
+    dtype = call.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        dtype = torch.promote_types(dtype, torch.float32)
+    return [tensors[0].to(call.dtype).to(dtype)]
+
+
+def _spans_of(box: Box, dim: int, windows: list[int]) -> tuple[Spans, int]:
+    """Return the spans of a box with these windows along the scan, and the place of those."""
+    spans = [[list(span) for span in spans] for spans in box]
+    spans[dim] = [windows]
+    return [span for own in spans for span in own], sum(map(len, spans[:dim]))
+
+
+def _summarize(scan: Scan, window: int, call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
+    """Return the totals of a tile's windows; the last one of the axis may be shorter."""
+    (dim,), box = given_dims(call), core(call.operands[0].layout)
+    ((start, stop),) = box[dim]
+    first, last = start // window, -(-stop // window)
+    at, _ = _spans_of(box, dim, [first, last])
+    split = []
+    for numbers, neutral in zip(_take_numbers(call, tensors), scan.neutral, strict=True):
+        shape = [last * window - stop if place == dim else length for place, length in enumerate(numbers.shape)]
+        full = torch.cat([numbers, numbers.new_full(shape, neutral)], dim) if shape[dim] else numbers
+        split.append(full.unflatten(dim, (last - first, window)))
+    totals = scan.total(split, dim + 1)
+    return at, *(each.to(widen(each.dtype)).reshape([stop - start for start, stop in at]) for each in totals)
+
+
+def _take_spans(at: Spans, numbers: Tensor, wanted: Spans, neutral: float) -> Tensor:
+    """Return numbers, which lie at some spans, at those that are wanted; neutral ones where there are none."""
+    both = [(max(one[0], other[0]), min(one[1], other[1])) for one, other in zip(at, wanted, strict=True)]
+    taken = numbers
+    for axis, ((start, stop), (first, _)) in enumerate(zip(both, at, strict=True)):
+        taken = taken.narrow(axis, min(start - first, taken.shape[axis]), max(0, stop - start))
+    if [*map(list, both)] == [*map(list, wanted)]:
+        return taken
+    result = numbers.new_full([stop - start for start, stop in wanted], neutral)
+    part = result
+    for axis, ((start, stop), (first, _)) in enumerate(zip(both, wanted, strict=True)):
+        part = part.narrow(axis, min(max(0, start - first), part.shape[axis]), max(0, stop - start))
+    part.copy_(taken)
+    return result
+
+
+def _merge(scan: Scan, first: Parts, second: Parts) -> Parts:
+    """Merge the windows of tiles, of which no two have the same."""
+    hull = [[min(one[0], other[0]), max(one[1], other[1])] for one, other in zip(first[0], second[0], strict=True)]
+    sides = [
+        [_take_spans(at, each, hull, neutral) for each, neutral in zip(numbers, scan.neutral, strict=True)]
+        for at, *numbers in (first, second)
+    ]
+    return hull, *scan.combine(*sides)
+
+
+def _pull(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
+    """Return the gradient of a tile's windows, which is that of the merged ones."""
+    taken = [None if each is None else _take_spans(merged[0], each, own[0], 0) for each in grads[1:]]
+    return ([[None, None] for _ in own[0]], *taken), grads
+
+
+# ---- what a position reads -------------------------------------------------------------------------------------------
+def _read(window: int, call: OperationCall, box: Box) -> list[Box]:
+    """The box, from where the window begins that its first position is in."""
+    (dim,) = given_dims(call)
+    return [tuple(((s[0][0] // window * window, s[0][1]),) if at == dim else s for at, s in enumerate(box))]
+
+
+def _finish(
+    scan: Scan, window: int, call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts
+) -> Tensor:
+    (dim,), (at, *numbers) = given_dims(call), parts
+    ((start, stop),) = box[dim]
+    result = scan.scan(_take_numbers(call, tensors), dim)
+    if start >= window:
+        wanted, place = _spans_of(box, dim, [0, start // window])
+        pairs = zip(numbers, scan.neutral, strict=True)
+        before = scan.total([_take_spans(at, each, wanted, neutral) for each, neutral in pairs], place)
+        shape = [1 if place == dim else length for place, length in enumerate(box_shape(box))]
+        before = [one.reshape(shape).to(own.dtype) for one, own in zip(before, result, strict=True)]
+        result = scan.combine(before, result)
+    return result[-1].narrow(dim, start % window, stop - start)
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
+def _make_row(scan: Scan, call: OperationCall, window: int) -> Reduction:
+    (dim,) = given_dims(call)
+    return Reduction(
+        partial(_summarize, scan, window),
+        partial(_merge, scan),
+        partial(_finish, scan, window),
+        reads=partial(_read, window),
+        windows=tuple(window if place == dim else 1 for place in range(len(call.shape))),
+        pull=_pull,
+        fit=partial(_fit_row, scan),
+        parts_bytes=len(scan.neutral) * _count_bytes(call, window),
+    )
+
+
+def _count_bytes(call: OperationCall, window: int) -> int:
+    """Return the bytes of the windows of the whole."""
+    (dim,), shape = given_dims(call), call.operands[0].shape
+    windows = [-(-length // window) if place == dim else length for place, length in enumerate(shape)]
+    return math.prod(windows) * widen(call.dtype).itemsize
+
+
+def _fit_row(scan: Scan, call: OperationCall, box: Box) -> Reduction:
+    """Return the row whose windows of the whole take no more than a tile's own part of what is scanned.
+
+    They divide that, so that a tile begins with one; where the least is too much, a tile is a window.
+    """
+    (dim,), most = given_dims(call), math.prod(box_shape(box)) * call.operands[0].dtype.itemsize
+    length = max(1, box_shape(box)[dim])
+    divisors = (each for each in range(1, length) if length % each == 0)
+    return _make_row(scan, call, next((each for each in divisors if _count_bytes(call, each) <= most), length))
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+def _sum_up(numbers: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    return [numbers[0].sum(dim, dtype=widen(numbers[0].dtype))]
+
+
+def _multiply_up(numbers: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    return [numbers[0].prod(dim, dtype=widen(numbers[0].dtype))]
+
+
+def _add_exponentials(numbers: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    return [numbers[0].logsumexp(dim)]
+
+
+_SCANS = {
+    "cumsum": Scan((0,), _sum_up, lambda one, other: [one[0] + other[0]], lambda own, dim: [own[0].cumsum(dim)]),
+    "cumprod": Scan((1,), _multiply_up, lambda one, other: [one[0] * other[0]], lambda own, dim: [own[0].cumprod(dim)]),
+    "logcumsumexp": Scan(
+        (-math.inf,),
+        _add_exponentials,
+        lambda one, other: [torch.logaddexp(one[0], other[0])],
+        lambda own, dim: [own[0].logcumsumexp(dim)],
+    ),
+}
+
+
+def _dims_of(call: OperationCall) -> Dims:
+    return [all_but(call, given_dims(call))]
+
+
+def _scanned(scan: Scan) -> Rule:
+    def reduce(call: OperationCall) -> Reduction | None:
+        (dim,), layout = given_dims(call), call.operands[0].layout
+        if not is_cut(layout[dim]):
+            return None
+        if len(layout[dim]) > 1:
+            raise RuleError(f"it scans {length_of(layout[dim])} positions, which are those of several axes; {FIX}")
+        return _make_row(scan, call, 1)
+
+    return aligned(_dims_of)._replace(label=lambda call: [call.operands[0].layout], reduce=reduce)
+
+
+SCAN_RULES: dict[str, Rule] = {
+    rule: own for name, scan in _SCANS.items() for rule, own in named(_scanned(scan), name).items()
+}
