@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from farfield.streaming import predict_whole
+from farfield import WholeNetwork
+from farfield.streaming import Part, Tiles, plan_whole, predict_whole
+from farfield.streaming.labels import GraphError
+from farfield.volumes import open_volume
 from helpers.drawn_networks import Layer
 from helpers.recorded import run_in_tiles
-from helpers.streamed_nets import CONVOLUTIONS, relative
+from helpers.stopping import recording_tasks, stopping
+from helpers.streamed_nets import CONVOLUTIONS, relative, settled
 
 SCANS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "sums": Tensor.cumsum,
@@ -51,3 +59,162 @@ def test_a_scan_along_a_cut_axis_is_that_of_the_whole(name: str, dim: int, store
 def test_scans_along_both_axes() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3), Layer(lambda grid: grid.cumsum(2).cumsum(3)), nn.Conv2d(2, 1, 3))
     assert apart(net.double(), skewed(1, 1, 41, 35), [12, 7], store=True) < 1e-12
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_drawn_networks_with_scans(data: st.DataObject) -> None:
+    dims = data.draw(st.integers(1, 3))
+    size = [data.draw(st.integers(5, (90, 40, 14)[dims - 1])) for _ in range(dims)]
+    tile = [data.draw(st.integers(2, length)) for length in size]
+    layers: list[nn.Module] = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        if data.draw(st.booleans()):
+            layers.append(
+                CONVOLUTIONS[dims](2, 2, kernel := data.draw(st.sampled_from((1, 3, 5))), padding=kernel // 2)
+            )
+        function = SCANS[data.draw(st.sampled_from(sorted(SCANS)))]
+        layers.append(Layer(partial(function, dim=data.draw(st.sampled_from([*range(2, dims + 2), -1])))))
+        after = data.draw(st.sampled_from(("none", "groups", "instance", "mean")))
+        layers += [nn.GroupNorm(1, 2)] * (after == "groups")
+        layers += [Layer(lambda grid: F.instance_norm(grid, eps=0.1))] * (after == "instance")
+        layers += [Layer(lambda grid: grid - grid.mean((-1,), keepdim=True))] * (after == "mean")
+    layers.append(CONVOLUTIONS[dims](2, 1, 3, padding=1))
+    torch.manual_seed(0)
+    options = {"store": data.draw(st.booleans()), "seed": data.draw(st.none() | st.integers(0, 99))}
+    volume = skewed(data.draw(st.integers(1, 2)), 2, *size)
+    assert apart(nn.Sequential(*layers).double(), volume, tile, **options) < 1e-10
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.complex64)
+OTHERS = (torch.bool, torch.uint8, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        *itertools.product((Tensor.cumsum, Tensor.cumprod), (*FLOATS, *OTHERS)),
+        *((Tensor.logcumsumexp, dtype) for dtype in FLOATS),
+    ],
+)
+def test_dtypes_are_those_of_torch(function: Callable[[Tensor, int], Tensor], dtype: torch.dtype) -> None:
+    volume = skewed(1, 1, 150).add(0.8).to(dtype)
+    net = Layer(lambda grid: function(grid, 2))
+    got, want = run_in_tiles(net, volume, [40]).output, net(volume)
+    assert got.dtype == want.dtype
+    if want.is_floating_point() or want.is_complex():
+        precise = function(volume.to(torch.complex128 if dtype.is_complex else torch.float64), 2)
+        wide = torch.view_as_real(precise) if dtype.is_complex else precise
+        near, torchs = (torch.view_as_real(each) if dtype.is_complex else each for each in (got, want))
+        assert relative(near, wide) <= max(2 * relative(torchs, wide), 4 * torch.finfo(dtype).eps)
+    else:
+        assert torch.equal(got, want)
+
+
+def test_a_dtype_that_is_given() -> None:
+    net = Layer(lambda grid: grid.cumsum(2, dtype=torch.float64) + (grid > 0.1).cumsum(-1, dtype=torch.int32))
+    volume = skewed(1, 2, 33, 18).float()
+    assert apart(net, volume, [9, 5]) < 1e-12
+
+
+def test_what_no_tile_can_scan_is_refused_with_a_fix() -> None:
+    net = Layer(lambda grid: grid.flatten(2).cumsum(2).view_as(grid)).eval()
+    volume = skewed(1, 1, 20, 18)
+    with pytest.raises(GraphError, match=r"aten.cumsum.default in Layer: it scans 360 positions.*fix: tile with None"):
+        predict_whole(net, volume, tile=(8, 8), quiet=True)
+    assert relative(predict_whole(net, volume, tile=(None, None), quiet=True), net(volume)) < 1e-12
+
+
+# ---- predictions -----------------------------------------------------------------------------------------------------
+def scanned(dims: int = 2) -> nn.Module:
+    """Both directions, a convolution before and behind, and a norm."""
+    own = CONVOLUTIONS[dims]
+    both = Layer(lambda grid: 0.1 * grid.cumsum(2) + grid.flip(-1).cumsum(-1).flip(-1))
+    return settled(
+        nn.Sequential(own(1, 3, 3, padding=1), both, own(3, 3, 3, padding=1), nn.GroupNorm(1, 3), own(3, 1, 1))
+    )
+
+
+def test_a_prediction_is_checked_and_right_of_several_samples() -> None:
+    net, volume = scanned().double(), skewed(3, 1, 45, 38)
+    assert relative(predict_whole(net, volume, tile=(16, 12), quiet=True), net(volume).detach()) < 1e-12
+
+
+def test_two_workers_give_the_same_bytes(tmp_path: Path) -> None:
+    net, volume = scanned(), skewed(45, 38).float().numpy()
+    outs = [tmp_path / f"{workers}.npy" for workers in (1, 2)]
+    for workers, out in enumerate(outs, 1):
+        predict_whole(net, volume, tile=Tiles((16, 12), workers=workers), out=out, quiet=True)
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+@pytest.mark.parametrize("done", [1, 5, 8, 14, 19])
+def test_a_prediction_that_was_killed_goes_on(done: int, tmp_path: Path) -> None:
+    net, volume, plain, out = scanned(), skewed(30, 26).float().numpy(), tmp_path / "a.npy", tmp_path / "b.npy"
+    plan = plan_whole(net, volume.shape, tile=Tiles((12, 10), disk=10**6, workers=1))
+    predict_whole(net, volume, plan=plan, out=plain, quiet=True)
+    with stopping(done + 1):
+        predict_whole(net, volume, plan=plan, out=out, quiet=True)
+    with recording_tasks() as tasks:
+        predict_whole(net, volume, plan=pickle.loads(pickle.dumps(plan)), out=out, quiet=True)
+    assert len(tasks) == len(plan.passes) * len(plan.cores) - done
+    assert out.read_bytes() == plain.read_bytes()
+
+
+def test_parts_give_the_same_bytes(tmp_path: Path) -> None:
+    net, volume = scanned(), skewed(30, 26).float().numpy()
+    outs = [tmp_path / name for name in ("plain.zarr", "parts.zarr")]
+    predict_whole(net, volume, tile=(12, 10), out=outs[0], quiet=True)
+    for step, part in itertools.product(range(1, 4), (1, 2)):
+        predict_whole(net, volume, tile=(12, 10), out=outs[1], part=Part(part, 2, only=step), quiet=True)
+    predict_whole(net, volume, tile=(12, 10), out=outs[1], part=Part(0, 2), quiet=True)
+    plain, parts = (open_volume(out).array[:] for out in outs)
+    assert plain.tobytes() == parts.tobytes()
+
+
+@pytest.mark.parametrize("name", ["sums", "products", "exponentials", "sums from the end"])
+@pytest.mark.parametrize("tile", [(8, 7), (8, None), (None, None)])
+def test_masked_positions_add_nothing(name: str, tile: tuple[int | None, int | None]) -> None:
+    number = {"products": 1.0, "exponentials": -math.inf}.get(name, 0.0)
+    function = Tensor.cumprod if name == "products" else SCANS[name]
+    volume, mask = skewed(1, 1, 31, 24), skewed(31, 24, seed=1) > 0
+    mask[8:16] = False
+
+    first = nn.Conv2d(1, 1, 3, padding=1).double()
+    net = nn.Sequential(first, Layer(partial(function, dim=2))).eval()
+    got = predict_whole(net, volume, tile=tile, mask=mask.numpy(), quiet=True)
+    with torch.no_grad():
+        want = function(first(volume.where(mask, 0.0)).where(mask, number), 2).nan_to_num(neginf=0.0).where(mask, 0.0)
+    assert relative(got, want) < 1e-12
+
+
+def test_windows_take_no_more_than_a_tile_and_divide_it() -> None:
+    plan = plan_whole(scanned(1), (100_000,), tile=4000)
+    windows = [row.windows[-1] for row in plan.labelled.reductions.values() if row.fit is not None]
+    assert all(4000 % window == 0 and 1 < window < 4000 for window in windows)
+    largest = max(row.parts_bytes for row in plan.labelled.reductions.values())
+    assert largest <= 4000 * 3 * 4
+    assert plan.recomputed < 1.2
+
+
+def test_scans_of_patches_are_refused_with_a_fix() -> None:
+    volume = skewed(48, 48).float().numpy()
+    with pytest.raises(GraphError, match=r'aten.cumsum.default in 1 needs all positions.*fix: Tiles.*"whole"'):
+        predict_whole(scanned(), volume, tile=Tiles(16, statistics="tile"), quiet=True)
+    predict_whole(scanned(), volume, tile=Tiles(16, statistics="whole"), quiet=True)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("tile", [(9, 8), (9, None)])
+def test_gradients_are_those_of_the_whole(name: str, tile: tuple[int, int | None]) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 3, padding=1), Layer(partial(SCANS[name], dim=2)), nn.Conv2d(3, 2, 3), nn.GroupNorm(1, 2)]
+    net, volume = nn.Sequential(*layers, Layer(partial(SCANS[name], dim=-1))).double(), skewed(2, 2, 31, 22)
+    found = []
+    for run in (net, WholeNetwork(net, tile=tile)):
+        net.zero_grad()
+        own = volume.clone().requires_grad_()
+        run(own).square().mean().backward()
+        found.append([own.grad, *(each.grad for each in net.parameters())])
+    assert max(map(relative, found[1], found[0])) < 1e-10

@@ -29,7 +29,8 @@ _INF = math.inf
 _NEUTRAL = {
     **dict.fromkeys(("cumsum", "sum", "nansum", "count_nonzero", "any", "mm", "bmm", "addmm", "baddbmm"), 0),
     **dict.fromkeys(("cumprod", "prod", "all"), 1),
-    **dict.fromkeys(("amax", "max", "argmax", "logsumexp", "logcumsumexp", "_softmax", "_log_softmax", "_safe_softmax"), -_INF),
+    **dict.fromkeys(("amax", "max", "argmax", "logsumexp", "logcumsumexp"), -_INF),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), -_INF),
     **dict.fromkeys(("amin", "min", "argmin"), _INF),
 }
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")

@@ -102,6 +102,10 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
         path = nodes[min(labelled.gathered).node].path
         text = f"{path} needs all positions of the volume for each of its own"
         raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
+    for index, row in labelled.reductions.items():
+        if row.fit is not None:
+            text = f"{nodes[index].op} in {nodes[index].path} needs all positions of the volume before each of its own"
+            raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
     # All reductions but attention are those of a tile, and need no pass.
     attention, levels = find_attention(labelled), dict[int, int]()
     for index in labelled.order:
@@ -199,6 +203,9 @@ def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
                 halos.append(Halo(before, tuple(max(0, read[-1][1] - stop) for _, stop, read in spans)))
             elif value not in given and macs[value.node][1]:
                 _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
+    # Windows of scans are there as a whole, in the pass that gives them twice more while two records merge.
+    rows = {index: row.parts_bytes for index, row in labelled.reductions.items()}
+    peak += sum(rows.values()) + 2 * sum(rows[index] for index in plan.passes[number].reductions)
     running = sum(
         macs[value.node][1] * math.prod(own.values()) / max(1, math.prod(graph.info(value).shape))
         for value, own in counts.items()
