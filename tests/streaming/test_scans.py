@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from farfield import WholeNetwork
-from farfield.streaming import Part, Tiles, plan_whole, predict_whole
+from farfield.streaming import Part, Tiles, plan_whole, predict_whole, record
 from farfield.streaming.labels import GraphError
 from farfield.volumes import open_volume
 from helpers.drawn_networks import Layer
@@ -123,6 +123,29 @@ def test_what_no_tile_can_scan_is_refused_with_a_fix() -> None:
     with pytest.raises(GraphError, match=r"aten.cumsum.default in Layer: it scans 360 positions.*fix: tile with None"):
         predict_whole(net, volume, tile=(8, 8), quiet=True)
     assert relative(predict_whole(net, volume, tile=(None, None), quiet=True), net(volume)) < 1e-12
+
+
+def looped(grid: Tensor) -> Tensor:
+    """A linear recurrence, one row after the other."""
+    state, rows = torch.zeros_like(grid[:, :, 0]), []
+    for row in grid.unbind(2):
+        state = 0.5 * state + row
+        rows.append(state)
+    return torch.stack(rows, 2)
+
+
+def test_a_loop_over_many_positions_is_refused_soon_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "_TAKEN", 24)
+    net, volume = nn.Sequential(nn.Conv2d(1, 2, 1), Layer(looped)).double().eval(), skewed(1, 1, 24, 18)
+    with pytest.raises(GraphError, match=r"1 takes 24 positions one by one .* cut.*fix: tile with None for that axis"):
+        predict_whole(net, volume, tile=(8, 8), quiet=True)
+    for tile in ((None, 8), (None, None)):
+        assert relative(predict_whole(net, volume, tile=tile, quiet=True), net(volume).detach()) < 1e-12
+
+
+def test_a_loop_over_few_positions_runs() -> None:
+    net, volume = nn.Sequential(nn.Conv2d(1, 2, 1), Layer(looped)).double().eval(), skewed(1, 1, 24, 18)
+    assert relative(predict_whole(net, volume, tile=(8, 8), quiet=True), net(volume).detach()) < 1e-12
 
 
 # ---- predictions -----------------------------------------------------------------------------------------------------
