@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 from farfield import WholeNetwork
 from farfield.streaming import Part, Tiles, plan_whole, predict_whole, record
@@ -146,6 +147,104 @@ def test_a_loop_over_many_positions_is_refused_soon_with_a_fix(monkeypatch: pyte
 def test_a_loop_over_few_positions_runs() -> None:
     net, volume = nn.Sequential(nn.Conv2d(1, 2, 1), Layer(looped)).double().eval(), skewed(1, 1, 24, 18)
     assert relative(predict_whole(net, volume, tile=(8, 8), quiet=True), net(volume).detach()) < 1e-12
+
+
+# ---- linear recurrences ----------------------------------------------------------------------------------------------
+def combine(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """What two stretches do to a state, one after the other."""
+    return before[0] * after[0], after[0] * before[1] + after[1]
+
+
+def combine_swapped(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same of a dict, by functions of torch, whose first entry is what is added."""
+    rate, added = torch.mul(after["rate"], before["rate"]), after["added"] + before["added"] * after["rate"]
+    return {"added": added, "rate": rate}
+
+
+class Recurrent(nn.Module):
+    """x_t = a_t x_{t-1} + b_t of numbers from convolutions, by torch's scan, or by its formula."""
+
+    def __init__(self, dims: int, dim: int, reverse: bool, mode: str) -> None:
+        super().__init__()
+        self.rates, self.added = (CONVOLUTIONS[dims](1, 3, 3, padding=1) for _ in range(2))
+        self.last, self.by_formula = CONVOLUTIONS[dims](3, 2, 3, padding=1), False
+        self.dim, self.reverse, self.mode = dim, reverse, mode
+
+    def forward(self, grid: Tensor) -> Tensor:
+        rates, added = self.rates(grid).sigmoid(), self.added(grid)
+        if self.by_formula:
+            return self.last(self.run_formula(rates, added))
+        if self.mode == "pointwise":
+            given = {"added": added, "rate": rates}
+            return self.last(associative_scan(combine_swapped, given, self.dim, self.reverse)["added"])
+        return self.last(associative_scan(combine, (rates, added), self.dim, self.reverse, self.mode)[1])
+
+    def run_formula(self, rates: Tensor, added: Tensor) -> Tensor:
+        """The formula, position by position."""
+        pairs = list(zip(rates.unbind(self.dim), added.unbind(self.dim), strict=True))
+        state, states = torch.zeros_like(pairs[0][0]), []
+        for rate, own in pairs[:: -1 if self.reverse else 1]:
+            state = rate * state + own
+            states.append(state)
+        return torch.stack(states[:: -1 if self.reverse else 1], self.dim)
+
+    def want(self, volume: Tensor) -> Tensor:
+        """The result by the formula."""
+        self.by_formula = True
+        result = self(volume)
+        self.by_formula = False
+        return result
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "generic"])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("size", "tile", "dim"), [((67,), (16,), 2), ((37, 21), (8, 7), 3), ((9, 13, 11), (4, 5, 4), 2)]
+)
+def test_linear_recurrences(size: tuple[int, ...], tile: tuple[int, ...], dim: int, reverse: bool, mode: str) -> None:
+    net = settled(Recurrent(len(size), dim, reverse, mode)).double()
+    volume, found = skewed(2, 1, *size), []
+    with torch.no_grad():
+        want = net.want(volume)
+    assert relative(predict_whole(net, volume, tile=tile, quiet=True), want) < 1e-12
+    assert relative(predict_whole(net, volume, tile=None, quiet=True), want) < 1e-12
+    for run in (net.want, WholeNetwork(net, tile=tile)):
+        net.zero_grad()
+        own = volume.clone().requires_grad_()
+        run(own).square().mean().backward()
+        found.append([own.grad, *(each.grad for each in net.parameters())])
+    assert max(map(relative, found[1], found[0])) < 1e-10
+
+
+def test_masked_positions_leave_a_state_as_it_is() -> None:
+    net, volume, mask = settled(Recurrent(2, 2, False, "generic")).double(), skewed(1, 1, 31, 24), skewed(31, 24) > 0
+    mask[8:16] = False
+    got = predict_whole(net, volume, tile=(8, 7), mask=mask.numpy(), quiet=True)
+    filled = volume.where(mask, 0.0)
+    with torch.no_grad():
+        rates, added = net.rates(filled).sigmoid().where(mask, 1.0), net.added(filled).where(mask, 0.0)
+        want = net.last(net.run_formula(rates, added)).where(mask, 0.0)
+    assert relative(got, want) < 1e-12
+
+
+def test_rates_that_are_constants_of_the_network() -> None:
+    rates = torch.linspace(0.2, 1, 3, dtype=torch.float64).view(1, 3, 1, 1)
+
+    def run(grid: Tensor, first: nn.Module) -> Tensor:
+        added = first(grid)
+        return associative_scan(combine, (rates.expand_as(added), added), 2)[1]
+
+    net, volume = Layer(run, nn.Conv2d(1, 3, 3).double()).eval(), skewed(1, 1, 40, 20)
+    with torch.no_grad():
+        added = net.parts[0](volume)
+        want = Recurrent.run_formula(Recurrent(2, 2, False, ""), rates.expand_as(added), added)
+    assert relative(predict_whole(net, volume, tile=(8, 6), quiet=True), want) < 1e-12
+
+
+@pytest.mark.parametrize("function", [torch.add, torch.mul, torch.logaddexp, lambda one, other: other + one])
+def test_scans_of_one_number_are_those_of_torch(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), Layer(lambda grid: associative_scan(function, grid, 3))).double()
+    assert apart(net, skewed(1, 1, 20, 33), [8, 9]) < 1e-12
 
 
 # ---- predictions -----------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def fit_tile(labelled: LabelledGraph, tile: Sequence[int]) -> LabelledGraph:
     for index, row in labelled.reductions.items():
         call = labelled.calls[index]
         if row.fit is not None:
-            rows[index] = row.fit(call, labelled.core(call.operands[0].layout, first))
+            rows[index] = row.fit(call, labelled.core(call.layouts[0], first))
     return replace(labelled, tile=tuple(tile), reductions=labelled.reductions | rows) if rows else labelled
 
 

@@ -193,6 +193,9 @@ class _Masking:
             return self._copy(node, self._follow_scores(index, node, write, name, args), kwargs)
         if name in _PRODUCTS:
             return self._copy(node, self._mask_product(node, write, args), kwargs)
+        if node.op == "scan":  # the state stays as it is
+            mask = self.mask_of(write, Value(index))
+            return self._copy(node, (_fill(write, mask, args[0], 1), _fill(write, mask, args[1], 0)), kwargs)
         mask = self.mask_of(write, node.inputs[0])
         if node.op == "layer":
             batch, _, *size = write.shape(args[1])

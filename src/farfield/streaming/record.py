@@ -53,6 +53,7 @@ from farfield.streaming.layers import has_grid_summary, make_streamable, summary
 from farfield.streaming.random_numbers import SEED, find_drawn
 from farfield.streaming.rewrites import REWRITTEN, as_attention, with_numbers
 from farfield.streaming.rules.rule import FIX
+from farfield.streaming.scanning import recorded_scans
 from farfield.streaming.spans import is_cut
 from farfield.streaming.tokens import split_tokens
 
@@ -128,6 +129,11 @@ class _Recorder(TorchDispatchMode):
         if function is torch.ops.farfield_streaming.detach.default:
             result = torch.empty_like(args[0])
             self.note(result, [self.write.append("detach", [self.value_of(args[0])], *_info(result))])
+            return result
+        if function is torch.ops.farfield_streaming.scan.default:
+            result, values = torch.empty_like(args[1]), [self.value_of(each) for each in args]
+            info, macs = _info(result), result.numel()
+            self.note(result, [self.graph.add("scan", values, {}, [info], path=self.write.path, macs=macs)])
             return result
         if self.in_loss or function in LOSSES:
             was, self.in_loss = self.in_loss, True
@@ -420,7 +426,8 @@ def _record(
         stops = recorder.stops
         functions = nullcontext() if stops is None else without_functions(recorder.running)
         grad = torch.set_grad_enabled(stops is not None)
-        with functions, grad, autocast, without_cudnn(), recorder, _NetworkFunctions(recorder), recorded_for_tiles():
+        scans, modes = recorded_scans(), _NetworkFunctions(recorder)
+        with functions, grad, autocast, without_cudnn(), recorder, modes, recorded_for_tiles(), scans:
             output = finish(fake(*map(recorder.hold, inputs)))
             outputs = output if isinstance(output, list) else [output]
             if stops is not None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from farfield.streaming.linear_scan import combine_linear, reduce_linear, scan_linear
+from farfield.streaming.rules.aligned import take_tile
 from farfield.streaming.rules.rule import (
     FIX,
     Core,
@@ -26,11 +28,13 @@ from farfield.streaming.rules.rule import (
     RuleError,
     aligned,
     all_but,
+    boxes_along,
     given_dims,
     named,
+    take_along,
     widen,
 )
-from farfield.streaming.spans import Box, box_shape, is_cut, length_of
+from farfield.streaming.spans import Box, axes_of, box_shape, is_cut, length_of
 
 # The spans of the pieces of all dimensions, in lists as a record has them; along the scan, of windows.
 Spans = list[list[int]]
@@ -45,13 +49,18 @@ class Scan(NamedTuple):
     scan: Callable[[Sequence[Tensor], int], Sequence[Tensor]]  # the totals up to each position
 
 
+def _dim_of(call: OperationCall) -> int:
+    """The dimension that is scanned: of our own operation the first."""
+    return 0 if call.op == "scan" else given_dims(call)[0]
+
+
 # ---- what a tile gives, and how two merge ----------------------------------------------------------------------------
-def _take_numbers(call: OperationCall, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the numbers that are scanned: torch converts them before, and adds up half precision in float32."""
+def _convert(call: OperationCall, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Convert numbers that are scanned as torch does, which adds up half precision in float32."""
     dtype = call.dtype
     if dtype.is_floating_point or dtype.is_complex:
         dtype = torch.promote_types(dtype, torch.float32)
-    return [tensors[0].to(call.dtype).to(dtype)]
+    return [each.to(call.dtype).to(dtype) for each in tensors]
 
 
 def _spans_of(box: Box, dim: int, windows: list[int]) -> tuple[Spans, int]:
@@ -63,12 +72,14 @@ def _spans_of(box: Box, dim: int, windows: list[int]) -> tuple[Spans, int]:
 
 def _summarize(scan: Scan, window: int, call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
     """Return the totals of a tile's windows; the last one of the axis may be shorter."""
-    (dim,), box = given_dims(call), core(call.operands[0].layout)
+    dim, layout = _dim_of(call), call.layouts[0]
+    box = core(layout)
     ((start, stop),) = box[dim]
+    tensors = [take_tile(each, own.layout, layout, box) for each, own in zip(tensors, call.operands, strict=True)]
     first, last = start // window, -(-stop // window)
     at, _ = _spans_of(box, dim, [first, last])
     split = []
-    for numbers, neutral in zip(_take_numbers(call, tensors), scan.neutral, strict=True):
+    for numbers, neutral in zip(_convert(call, tensors), scan.neutral, strict=True):
         shape = [last * window - stop if place == dim else length for place, length in enumerate(numbers.shape)]
         full = torch.cat([numbers, numbers.new_full(shape, neutral)], dim) if shape[dim] else numbers
         split.append(full.unflatten(dim, (last - first, window)))
@@ -111,16 +122,26 @@ def _pull(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
 # ---- what a position reads -------------------------------------------------------------------------------------------
 def _read(window: int, call: OperationCall, box: Box) -> list[Box]:
     """The box, from where the window begins that its first position is in."""
-    (dim,) = given_dims(call)
-    return [tuple(((s[0][0] // window * window, s[0][1]),) if at == dim else s for at, s in enumerate(box))]
+    return boxes_along(call, _all_dims(call), 0, _begin_window(window, call, box))
+
+
+def _begin_window(window: int, call: OperationCall, box: Box) -> Box:
+    dim = _dim_of(call)
+    ((start, stop),) = box[dim]
+    return (*box[:dim], ((start // window * window, stop),), *box[dim + 1 :])
+
+
+def _all_dims(call: OperationCall) -> Dims:
+    return [range(len(call.shape))] * len(call.operands)
 
 
 def _finish(
     scan: Scan, window: int, call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts
 ) -> Tensor:
-    (dim,), (at, *numbers) = given_dims(call), parts
+    dim, (at, *numbers) = _dim_of(call), parts
     ((start, stop),) = box[dim]
-    result = scan.scan(_take_numbers(call, tensors), dim)
+    tensors = take_along(call, _all_dims(call), 0, _begin_window(window, call, box), tensors)
+    result = scan.scan(_convert(call, tensors), dim)
     if start >= window:
         wanted, place = _spans_of(box, dim, [0, start // window])
         pairs = zip(numbers, scan.neutral, strict=True)
@@ -133,11 +154,17 @@ def _finish(
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
 def _make_row(scan: Scan, call: OperationCall, window: int) -> Reduction:
-    (dim,) = given_dims(call)
+    dim, layout = _dim_of(call), call.layouts[0]
+    # A tile gives its own part of the operand that runs along all axes.
+    places = range(len(call.operands))
+    first = next((at for at in places if axes_of(call.operands[at].layout) == axes_of(layout)), None)
+    if first is None:
+        raise RuleError(f"its operands run along different axes; {FIX}")
     return Reduction(
         partial(_summarize, scan, window),
         partial(_merge, scan),
         partial(_finish, scan, window),
+        operands=(first, *(at for at in places if at != first)),
         reads=partial(_read, window),
         windows=tuple(window if place == dim else 1 for place in range(len(call.shape))),
         pull=_pull,
@@ -148,8 +175,7 @@ def _make_row(scan: Scan, call: OperationCall, window: int) -> Reduction:
 
 def _count_bytes(call: OperationCall, window: int) -> int:
     """Return the bytes of the windows of the whole."""
-    (dim,), shape = given_dims(call), call.operands[0].shape
-    windows = [-(-length // window) if place == dim else length for place, length in enumerate(shape)]
+    windows = [-(-length // window) if at == _dim_of(call) else length for at, length in enumerate(call.shape)]
     return math.prod(windows) * widen(call.dtype).itemsize
 
 
@@ -158,8 +184,7 @@ def _fit_row(scan: Scan, call: OperationCall, box: Box) -> Reduction:
 
     They divide that, so that a tile begins with one; where the least is too much, a tile is a window.
     """
-    (dim,), most = given_dims(call), math.prod(box_shape(box)) * call.operands[0].dtype.itemsize
-    length = max(1, box_shape(box)[dim])
+    most, length = math.prod(box_shape(box)) * call.dtype.itemsize, max(1, box_shape(box)[_dim_of(call)])
     divisors = (each for each in range(1, length) if length % each == 0)
     return _make_row(scan, call, next((each for each in divisors if _count_bytes(call, each) <= most), length))
 
@@ -186,25 +211,29 @@ _SCANS = {
         lambda one, other: [torch.logaddexp(one[0], other[0])],
         lambda own, dim: [own[0].logcumsumexp(dim)],
     ),
+    "scan": Scan((1, 0), reduce_linear, combine_linear, scan_linear),
 }
 
 
 def _dims_of(call: OperationCall) -> Dims:
-    return [all_but(call, given_dims(call))]
+    return [all_but(call, [_dim_of(call)])] * len(call.operands)
 
 
 def _scanned(scan: Scan) -> Rule:
     def reduce(call: OperationCall) -> Reduction | None:
-        (dim,), layout = given_dims(call), call.operands[0].layout
+        dim, layout = _dim_of(call), call.layouts[0]
         if not is_cut(layout[dim]):
             return None
         if len(layout[dim]) > 1:
             raise RuleError(f"it scans {length_of(layout[dim])} positions, which are those of several axes; {FIX}")
         return _make_row(scan, call, 1)
 
-    return aligned(_dims_of)._replace(label=lambda call: [call.operands[0].layout], reduce=reduce)
+    label = aligned(_all_dims).label
+    return aligned(_dims_of)._replace(label=label, reduce=reduce)
 
 
+_RULES = {name: _scanned(scan) for name, scan in _SCANS.items()}
 SCAN_RULES: dict[str, Rule] = {
-    rule: own for name, scan in _SCANS.items() for rule, own in named(_scanned(scan), name).items()
+    "scan": _RULES.pop("scan"),
+    **{rule: own for name, scan in _RULES.items() for rule, own in named(scan, name).items()},
 }
