@@ -214,8 +214,8 @@ ROWS = [
     Row(
         "streaming/rules/scans.py",
         lambda: predict(Run(summed_up, conv()), tile=16),
-        "tile=(None, None)",
-        lambda: predict(Run(summed_up, conv()), tile=WHOLE),
+        "tile=(20, None)",
+        lambda: predict(Run(summed_up, conv()), tile=(20, None)),
     ),
     Row(
         "streaming/rules/rule.py",

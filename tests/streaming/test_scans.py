@@ -118,12 +118,13 @@ def test_a_dtype_that_is_given() -> None:
     assert apart(net, volume, [9, 5]) < 1e-12
 
 
-def test_what_no_tile_can_scan_is_refused_with_a_fix() -> None:
-    net = Layer(lambda grid: grid.flatten(2).cumsum(2).view_as(grid)).eval()
-    volume = skewed(1, 1, 20, 18)
-    with pytest.raises(GraphError, match=r"aten.cumsum.default in Layer: it scans 360 positions.*fix: tile with None"):
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_of_positions_of_several_axes_runs_along_the_first(name: str) -> None:
+    net, volume = Layer(lambda grid: SCANS[name](grid.flatten(2), 2).view_as(grid)).eval(), skewed(1, 1, 20, 18)
+    with pytest.raises(GraphError, match=r"its? .*positions.* several axes; fix: tile=\(10, None\)"):
         predict_whole(net, volume, tile=(8, 8), quiet=True)
-    assert relative(predict_whole(net, volume, tile=(None, None), quiet=True), net(volume)) < 1e-12
+    for tile in ((10, None), (7, None)):
+        assert relative(predict_whole(net, volume, tile=tile, quiet=True), net(volume)) < 1e-12
 
 
 def looped(grid: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 from farfield.streaming.linear_scan import combine_linear, reduce_linear, scan_linear
 from farfield.streaming.rules.aligned import take_tile
 from farfield.streaming.rules.rule import (
-    FIX,
     Core,
     Dims,
     OperationCall,
@@ -90,16 +89,14 @@ def _summarize(scan: Scan, window: int, call: OperationCall, core: Core, tensors
 def _take_spans(at: Spans, numbers: Tensor, wanted: Spans, neutral: float) -> Tensor:
     """Return numbers, which lie at some spans, at those that are wanted; neutral ones where there are none."""
     both = [(max(one[0], other[0]), min(one[1], other[1])) for one, other in zip(at, wanted, strict=True)]
-    taken = numbers
-    for axis, ((start, stop), (first, _)) in enumerate(zip(both, at, strict=True)):
-        taken = taken.narrow(axis, min(start - first, taken.shape[axis]), max(0, stop - start))
-    if [*map(list, both)] == [*map(list, wanted)]:
-        return taken
+    have, take = (
+        tuple(slice(start - own[0], max(start, stop) - own[0]) for (start, stop), own in zip(both, spans, strict=True))
+        for spans in (at, wanted)
+    )
+    if both == [*map(tuple, wanted)]:
+        return numbers[have]
     result = numbers.new_full([stop - start for start, stop in wanted], neutral)
-    part = result
-    for axis, ((start, stop), (first, _)) in enumerate(zip(both, wanted, strict=True)):
-        part = part.narrow(axis, min(max(0, start - first), part.shape[axis]), max(0, stop - start))
-    part.copy_(taken)
+    result[take] = numbers[have]
     return result
 
 
@@ -159,7 +156,7 @@ def _make_row(scan: Scan, call: OperationCall, window: int) -> Reduction:
     places = range(len(call.operands))
     first = next((at for at in places if axes_of(call.operands[at].layout) == axes_of(layout)), None)
     if first is None:
-        raise RuleError(f"its operands run along different axes; {FIX}")
+        raise RuleError("its operands run along different axes")
     return Reduction(
         partial(_summarize, scan, window),
         partial(_merge, scan),
@@ -225,7 +222,7 @@ def _scanned(scan: Scan) -> Rule:
         if not is_cut(layout[dim]):
             return None
         if len(layout[dim]) > 1:
-            raise RuleError(f"it scans {length_of(layout[dim])} positions, which are those of several axes; {FIX}")
+            raise RuleError(f"it scans {length_of(layout[dim])} positions, which are those of several axes")
         return _make_row(scan, call, 1)
 
     label = aligned(_all_dims).label
