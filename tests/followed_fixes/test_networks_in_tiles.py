@@ -76,6 +76,11 @@ def placed(layers: Any, grid: Tensor) -> Tensor:
     return layers[0](grid) + torch.linspace(0, 1, grid.shape[-1])
 
 
+def summed_up(layers: Any, grid: Tensor) -> Tensor:
+    """Sums over all positions before, one row after the other."""
+    return layers[0](grid).flatten(2).cumsum(2).unflatten(2, grid.shape[2:])
+
+
 def drawn(layers: Any, grid: Tensor) -> Tensor:
     return layers[0](grid) + torch.rand_like(grid)
 
@@ -216,6 +221,12 @@ ROWS = [
         lambda: predict(Run(indexed, conv()), tile=16),
         "tile=(None, None)",
         lambda: predict(Run(indexed, conv()), tile=WHOLE),
+    ),
+    Row(
+        "streaming/rules/scans.py",
+        lambda: predict(Run(summed_up, conv()), tile=16),
+        "tile=(20, None)",
+        lambda: predict(Run(summed_up, conv()), tile=(20, None)),
     ),
     Row(
         "streaming/rules/rule.py",

@@ -342,9 +342,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     record = places.record_network
 
-    def counted(network: nn.Module, volumes: Any, finish: Any) -> Any:
+    def counted(network: nn.Module, volumes: Any, finish: Any, **options: Any) -> Any:
         shapes.append(volumes[0].shape)
-        return record(network, volumes, finish)
+        return record(network, volumes, finish, **options)
 
     monkeypatch.setattr(places, "record_network", counted)
     return shapes

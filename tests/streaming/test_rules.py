@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 from farfield.streaming import labels, predict_whole
 from farfield.streaming.labels import GraphError, LabelledGraph, find_regions, label_graph
@@ -259,6 +260,12 @@ CASES: dict[str, tuple[Callable[..., Tensor] | nn.Module, tuple[int, ...]]] = {
     "causal attention": (rows(lambda x: attend(x, causal=True)), AREA),
     "cumulated": (
         lambda g: g.cumsum(1) + g.clamp(-1, 1).cumprod(1) + g.cummax(1)[0] + g.cummin(1)[0] + g.logcumsumexp(1),
+        AREA,
+    ),
+    "recurrence": (
+        lambda g: associative_scan(
+            lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1]), (g.sigmoid(), g), 1, combine_mode="generic"
+        )[1],
         AREA,
     ),
     "sorted": (
@@ -760,7 +767,6 @@ def test_drawn_adaptive_pooling(data: st.DataObject, size: list[int], tile: int)
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
-    "cumsum": lambda grid: grid.cumsum(2),
     "sort": lambda grid: grid.sort(2)[0],
     "median": lambda grid: grid - grid.median(2, keepdim=True)[0],
     "median of all": lambda grid: grid - grid.median(),

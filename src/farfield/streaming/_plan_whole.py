@@ -131,7 +131,7 @@ def plan_volumes(
     name_reading = partial(_name_reading, model, volumes, tiles, pad, reduce, path)
     layouts, channels, halo = _parse_volumes(network, volumes, tiles, name_reading)
     stored = STORED.get(tiles.stored or "")
-    record = record or make_recorder(model, channels, volumes[0][0].dtype, halo, reduce, stored)
+    record = record or make_recorder(model, channels, volumes[0][0].dtype, halo, reduce, stored, tiles.size)
     layout, shape = layouts[0], volumes[0][0].shape
     batch, size = layout.batch_and_channels(shape)[0], shape[len(shape) - layout.spatial_dims :]
     with _explained(model):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.streaming.fourier import add_waves, sum_modes
+from farfield.streaming.linear_scan import scan_linear
 from farfield.streaming.random_numbers import draw
 
 
@@ -246,6 +247,8 @@ OWN: dict[str, Callable[..., Any]] = {
     # Windows added up where they came from: the size, kernel, dilation, padding, stride.
     "fold": lambda info, value, *windows: F.fold(value.flatten(2), *windows),
     "unpool": _unpool,
+    # Along the first dimension.
+    "scan": lambda info, rates, inputs: scan_linear([rates, inputs], 0)[1],
     # Of a seed, which is a constant of a call: the number of the operation, the distribution and its numbers.
     "random": lambda info, seed, *given: draw(info.shape, seed, *given).to(info.dtype),
     "detach": lambda info, value: value.detach(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -53,6 +53,8 @@ class LabelledGraph:
     cut: tuple[int, ...]
     # How far operations without a rule reach, in positions of the volume; None if they are refused.
     halo: Sequence[int] | None = None
+    # The size of tiles, once it is chosen: of scans, windows follow from it.
+    tile: tuple[int, ...] = ()
     layouts: dict[Value, Layout] = field(default_factory=dict)  # in the order of nodes
     calls: dict[int, OperationCall] = field(default_factory=dict)
     rules: dict[int, Rule] = field(default_factory=dict)
@@ -183,6 +185,16 @@ def label_graph(
     for index in labelled.order:
         label_node(labelled, index, first, refused)
     return labelled
+
+
+def fit_tile(labelled: LabelledGraph, tile: Sequence[int]) -> LabelledGraph:
+    """Return a graph whose scans have windows for tiles of a size."""
+    first, rows = [(0, own) for own in tile], dict[int, Reduction]()
+    for index, row in labelled.reductions.items():
+        call = labelled.calls[index]
+        if row.fit is not None:
+            rows[index] = row.fit(call, labelled.core(call.layouts[0], first))
+    return replace(labelled, tile=tuple(tile), reductions=labelled.reductions | rows) if rows else labelled
 
 
 def label_node(labelled: LabelledGraph, index: int, first: int = 2, refused: dict[int, str] | None = None) -> None:

@@ -27,9 +27,10 @@ from farfield.volumes.place import Place
 _INF = math.inf
 # Operations that sum over positions, and the number that changes none of their results.
 _NEUTRAL = {
-    **dict.fromkeys(("sum", "nansum", "count_nonzero", "any", "mm", "bmm", "addmm", "baddbmm"), 0),
-    **dict.fromkeys(("prod", "all"), 1),
-    **dict.fromkeys(("amax", "max", "argmax", "logsumexp", "_softmax", "_log_softmax", "_safe_softmax"), -_INF),
+    **dict.fromkeys(("cumsum", "sum", "nansum", "count_nonzero", "any", "mm", "bmm", "addmm", "baddbmm"), 0),
+    **dict.fromkeys(("cumprod", "prod", "all"), 1),
+    **dict.fromkeys(("amax", "max", "argmax", "logsumexp", "logcumsumexp"), -_INF),
+    **dict.fromkeys(("_softmax", "_log_softmax", "_safe_softmax"), -_INF),
     **dict.fromkeys(("amin", "min", "argmin"), _INF),
 }
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
@@ -54,8 +55,8 @@ def mask_plan(plan: StreamingPlan, network: Any, outside: float = 0) -> Streamin
         raise refusal(GraphError, f"{text}; fix: mask=None, and a volume that is filled or cropped.") from error
     stored = {*masked.gathered, *(masking.moved[value] for value in plan.stored)}
     cuts = tuple(masking.moved[Value(index)].node for index in plan.cuts)
-    passes = count_costs(make_plan(masked, plan.tile, stored, cuts)).passes
-    return replace(plan, labelled=masked, passes=passes, cuts=cuts, is_moved=False)
+    planned = count_costs(make_plan(masked, plan.tile, stored, cuts))
+    return replace(plan, labelled=planned.labelled, passes=planned.passes, cuts=cuts, is_moved=False)
 
 
 def find_mask(graph: Graph, node: Node) -> Value | None:
@@ -192,6 +193,9 @@ class _Masking:
             return self._copy(node, self._follow_scores(index, node, write, name, args), kwargs)
         if name in _PRODUCTS:
             return self._copy(node, self._mask_product(node, write, args), kwargs)
+        if node.op == "scan":  # the state stays as it is
+            mask = self.mask_of(write, Value(index))
+            return self._copy(node, (_fill(write, mask, args[0], 1), _fill(write, mask, args[1], 0)), kwargs)
         mask = self.mask_of(write, node.inputs[0])
         if node.op == "layer":
             batch, _, *size = write.shape(args[1])

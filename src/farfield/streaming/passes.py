@@ -18,12 +18,12 @@ from farfield._refusals import refusal
 from farfield.streaming.blocks import Blocks
 from farfield.streaming.graph import Value, map_values
 from farfield.streaming.layers import are_numbers, not_finite
+from farfield.streaming.lines import Lines
 from farfield.streaming.patches import compute_patch
 from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
 from farfield.streaming.records import Merge, Record, empty_record
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.scanning import Lines
 from farfield.streaming.spans import Box, Span, box_shape, read_box, region_of
 from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, StoredInMemory, StoredValue
 

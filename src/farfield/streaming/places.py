@@ -189,8 +189,9 @@ def make_recorder(
     halo: Sequence[int] | None = None,
     reduce: Reduce = None,
     stored: torch.dtype | None = None,
+    tile: int | Sequence[int | None] | None = None,
 ) -> Record:
-    """Return what records a network on so many samples of a size, each once, and in which dtype passes store."""
+    """Return what records a network on so many samples of a size, each once, for tiles and the dtype that is stored."""
     known: dict[tuple[int, tuple[int, ...], bool], RecordedNetwork] = {}
     outputs = Outputs()
 
@@ -206,7 +207,9 @@ def make_recorder(
             return grid
 
         try:
-            graph = replace(record_network(model, inputs, finish), stored=stored)
+            edges = (tile,) * len(size) if isinstance(tile, int) else tile or ()
+            cut = [axis for axis, (own, length) in enumerate(zip(edges, size, strict=False)) if own and own < length]
+            graph = replace(record_network(model, inputs, finish, cut=cut), stored=stored)
         except (RecordingError, CannotCopyError, ScriptError) as error:
             raise GraphError(str(error)) from error
         except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

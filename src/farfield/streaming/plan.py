@@ -16,7 +16,7 @@ from farfield.ops.modes import has_tf32
 from farfield.streaming.adapt import MeanOverFlips, Outputs, one_grid
 from farfield.streaming.arguments import Cores, cut_axes, refuse_training
 from farfield.streaming.graph import Graph, Node, Value
-from farfield.streaming.labels import LabelledGraph, label_graph, summarized_boxes
+from farfield.streaming.labels import LabelledGraph, fit_tile, label_graph, summarized_boxes
 from farfield.streaming.patches import Patch, refuse_moved
 from farfield.streaming.record import AROUND, record_network
 from farfield.streaming.spans import Box, Halo, hull, is_empty, join_halos
@@ -349,7 +349,7 @@ def _list_names(names: Sequence[str]) -> str:
 def _without_labels(labelled: LabelledGraph) -> LabelledGraph:
     """Return a graph without labels, which follow from it, and without constants of its network."""
     graph = replace(labelled.graph, constants=_constants_around(labelled.graph), calls=[])
-    return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo)
+    return LabelledGraph(graph, labelled.size, labelled.cut, labelled.halo, labelled.tile)
 
 
 def _constants_around(graph: Graph) -> dict[str, Tensor]:
@@ -393,7 +393,7 @@ def _bind_graph(labelled: LabelledGraph, network: nn.Module, outputs: Outputs) -
     bound = replace(
         graph, constants=constants, nodes=graph.nodes + reduced, output=planned.output, stored=planned.stored
     )
-    return label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo)
+    return fit_tile(label_graph(bound, labelled.size, labelled.cut, halo=labelled.halo), labelled.tile)
 
 
 def _other_network(network: nn.Module, why: str) -> ValueError:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from farfield.streaming.arguments import axis_spans, round_up
 from farfield.streaming.cuts import cheapest_source, cut_levels
 from farfield.streaming.graph import Node, Value
-from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions
+from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions, fit_tile
 from farfield.streaming.patches import Patch, find_attention
 from farfield.streaming.places import RecordedNetwork, find_places, find_scales
 from farfield.streaming.plan import (
@@ -42,11 +42,12 @@ def make_plan(
     labelled: LabelledGraph, tile: Sequence[int], chosen: Collection[Value], cuts: Sequence[int] = ()
 ) -> StreamingPlan:
     """Plan the passes of a graph, without their costs; of the chosen values those are stored that a later one reads."""
-    levels = cut_levels(labelled, cuts)
+    tile = tuple(map(min, tile, labelled.size))
+    labelled, levels = fit_tile(labelled, tile), cut_levels(labelled, cuts)
     passes = end_passes(labelled, chosen, levels, labelled.reductions)
     written = {levels[value.node] for each in passes for value in each.writes}
     ends = tuple(index for index in cuts if levels[index] in written)
-    return StreamingPlan(labelled, tuple(map(min, tile, labelled.size)), passes, ends)
+    return StreamingPlan(labelled, tile, passes, ends)
 
 
 def end_passes(
@@ -101,6 +102,10 @@ def make_patch_plan(plan: StreamingPlan, record: Callable[[tuple[int, ...]], Rec
         path = nodes[min(labelled.gathered).node].path
         text = f"{path} needs all positions of the volume for each of its own"
         raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
+    for index, row in labelled.reductions.items():
+        if row.fit is not None:
+            text = f"{nodes[index].op} in {nodes[index].path} needs all positions of the volume before each of its own"
+            raise GraphError(f'{text}; fix: Tiles(…, statistics="whole")')
     # All reductions but attention are those of a tile, and need no pass.
     attention, levels = find_attention(labelled), dict[int, int]()
     for index in labelled.order:
@@ -198,6 +203,9 @@ def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
                 halos.append(Halo(before, tuple(max(0, read[-1][1] - stop) for _, stop, read in spans)))
             elif value not in given and macs[value.node][1]:
                 _add_positions(counts.setdefault(value, Counter()), labelled.layouts[value], region, weights)
+    # Windows of scans are there as a whole, in the pass that gives them twice more while two records merge.
+    rows = {index: row.parts_bytes for index, row in labelled.reductions.items()}
+    peak += sum(rows.values()) + 2 * sum(rows[index] for index in plan.passes[number].reductions)
     # What is scanned back runs once for the states, and once for its numbers.
     twice = {index for index, scan in labelled.scans.items() if scan.back}
     running = sum(

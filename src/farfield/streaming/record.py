@@ -7,6 +7,7 @@ own, and a layer that needs the whole grid is one node.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -47,9 +48,13 @@ from farfield.streaming.graph import (
     name_function,
     run_whole,
 )
+from farfield.streaming.labels import label_graph
 from farfield.streaming.layers import has_grid_summary, make_streamable, summary_bytes
 from farfield.streaming.random_numbers import SEED, find_drawn
 from farfield.streaming.rewrites import REWRITTEN, as_attention, with_numbers
+from farfield.streaming.rules.rule import FIX
+from farfield.streaming.scanning import recorded_scans
+from farfield.streaming.spans import is_cut
 from farfield.streaming.spectra import keep_modes
 from farfield.streaming.tokens import split_tokens
 
@@ -60,6 +65,9 @@ _PLACES = ("device", "pin_memory", "layout", "generator")
 _STILL = {"dropout_p": 0.0, "train": False, "training": False}
 # Operations that update running statistics beside what they return, if they are given and `training` is set.
 _BATCH_NORMS = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional)
+# Operations that take one position along a dimension, or may, and how many a module takes of an axis that is cut: each
+# costs a hundredth of a second, and reads all that is before it.
+_TAKING, _TAKEN = (aten.select, aten.slice, aten.unbind), 512
 # The path of what runs before or behind the network.
 AROUND = "the network"
 # While a network is recorded, a layer that needs the whole grid is this operation. It has no kernel: the recorder sees
@@ -70,9 +78,16 @@ _LIBRARY.define("layer(int number, Tensor grid, Tensor? mask) -> Tensor")
 
 class _Recorder(TorchDispatchMode):
     def __init__(
-        self, device: torch.device, constants: dict[int, tuple[str, Tensor]], before: Graph, draws: bool
+        self,
+        device: torch.device,
+        constants: dict[int, tuple[str, Tensor]],
+        before: Graph,
+        draws: bool,
+        cut: Sequence[int],
     ) -> None:
         super().__init__()
+        # Axes that will be cut, and how often modules have taken one position along a dimension of a length.
+        self.cut, self.taken = cut, Counter[tuple[str, int, int]]()
         # The seed, if random numbers are recorded, and how many operations draw.
         self.seed, self.drawn = (torch.zeros((), dtype=torch.long, device=device) if draws else None), 0
         if self.seed is not None:
@@ -115,6 +130,11 @@ class _Recorder(TorchDispatchMode):
         if function is torch.ops.farfield_streaming.detach.default:
             result = torch.empty_like(args[0])
             self.note(result, [self.write.append("detach", [self.value_of(args[0])], *_info(result))])
+            return result
+        if function is torch.ops.farfield_streaming.scan.default:
+            result, values = torch.empty_like(args[1]), [self.value_of(each) for each in args]
+            info, macs = _info(result), result.numel()
+            self.note(result, [self.graph.add("scan", values, {}, [info], path=self.write.path, macs=macs)])
             return result
         if self.in_loss or function in LOSSES:
             was, self.in_loss = self.in_loss, True
@@ -185,6 +205,8 @@ class _Recorder(TorchDispatchMode):
         if function._schema.is_mutable and not still:
             raise RecordingError(f"{self.write.path} writes in place, {function}")
         args, kwargs = (map_values(part, Tensor, self.value_of) for part in (args, kwargs))
+        if self.cut and function.overloadpacket in _TAKING:
+            self.refuse_loop(args[0], args[1], outputs)
         rewrite = REWRITTEN.get(function.overloadpacket)
         several = isinstance(outputs, tuple | list)
         infos = [_info(each) for each in (outputs if several else (outputs,))]
@@ -194,6 +216,24 @@ class _Recorder(TorchDispatchMode):
             node = self.graph.add(op, args, kwargs, infos, path=self.write.path, macs=macs).node
             result = [Value(node, output) for output in range(len(infos))]
         self.note(outputs, [result] if isinstance(result, Value) else result)
+
+    def refuse_loop(self, value: Value, dim: int, outputs: Any) -> None:
+        """Refuse a loop over the positions of an axis that is cut before all of its steps are recorded."""
+        shape = self.graph.info(value).shape
+        key, length = (self.write.path, dim % len(shape), shape[dim]), shape[dim]
+        if isinstance(outputs, Tensor) and outputs.dim() == len(shape) and outputs.shape[dim] > 1:
+            return
+        self.taken[key] += 1 if isinstance(outputs, Tensor) else len(outputs)
+        if self.taken[key] < _TAKEN:
+            return
+        self.graph.output = value
+        size = self.graph.info(self.graph.inputs[0]).shape[2:]
+        if is_cut(label_graph(self.graph, size, self.cut, refused={}).layouts[value][key[1]]):
+            raise RecordingError(
+                f"{self.write.path} takes {length} positions one by one along an axis that is cut, and each step is an "
+                f"operation of its own; {FIX}, or an operation of torch for all steps, such as cumsum"
+            )
+        self.taken[key] = -sys.maxsize  # it is none of these axes
 
     def note(self, outputs: Any, values: Sequence[Value]) -> None:
         for tensor, value in zip(outputs if isinstance(outputs, tuple | list) else (outputs,), values, strict=True):
@@ -338,11 +378,12 @@ def record_network(
     before: Graph | None = None,
     *,
     draws: bool = False,
+    cut: Sequence[int] = (),
 ) -> Graph:
     """Record a network on volumes; `finish` makes one grid, or a list of tensors, of what it returns.
 
     Costs of layers are those of an earlier recording, of calls that are in it. Random numbers are refused, or, if the
-    network `draws`, follow from a constant: the seed.
+    network `draws`, follow from a constant: the seed. Loops over many positions of axes that will be `cut` are refused.
     """
     device = device_of(network)
     known = {id(tensor): name for name, tensor in [*network.named_parameters(), *network.named_buffers()]}
@@ -356,7 +397,7 @@ def record_network(
     # In inference mode, operations that consist of others are not taken apart; modes of the caller count what is run.
     with torch.inference_mode(False), with_numbers(), without_numbers(), copied(network, make, discard=True) as fake:
         # No name is for the recorder: what it has recorded would be there when tensors that are left are looked for.
-        graph = _record(_Recorder(device, constants, before or Graph(), draws), fake, network, volumes, finish)
+        graph = _record(_Recorder(device, constants, before or Graph(), draws, cut), fake, network, volumes, finish)
     # Outside of the context, in which the results of operations have no numbers; in training, with their history.
     for name, tensor in graph.constants.items():
         graph.constants[name] = (tensor if draws else tensor.detach()).to(device)
@@ -386,7 +427,8 @@ def _record(
         stops = recorder.stops
         functions = nullcontext() if stops is None else without_functions(recorder.running)
         grad = torch.set_grad_enabled(stops is not None)
-        with functions, grad, autocast, without_cudnn(), recorder, _NetworkFunctions(recorder), recorded_for_tiles():
+        scans, modes = recorded_scans(), _NetworkFunctions(recorder)
+        with functions, grad, autocast, without_cudnn(), recorder, modes, recorded_for_tiles(), scans:
             output = finish(fake(*map(recorder.hold, inputs)))
             outputs = output if isinstance(output, list) else [output]
             if stops is not None:

@@ -1,65 +1,85 @@
-"""Scans along an axis that is cut: the states at the ends of tiles, from one tile of a line to the next.
-
-A tile takes the states that the tile before it has left. Where these are not known, as after a prediction that was
-stopped, or where another process has run that tile, the tiles of the line before it run again for their states alone.
-"""
+"""Scans of torch's `associative_scan` are recorded as the operation that their function is, where that is known."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from farfield.streaming.plan import StreamingPlan
+_MODULE = importlib.import_module("torch._higher_order_ops.associative_scan")
+_LIBRARY = torch.library.Library("farfield_streaming", "FRAGMENT")
+# While a network is recorded, a linear recurrence is this operation, which has no kernel.
+_LIBRARY.define("scan(Tensor rates, Tensor inputs) -> Tensor")
+# The function of two numbers -> the scan of torch.
+_SCANS = {"add": torch.cumsum, "mul": torch.cumprod, "logaddexp": torch.logcumsumexp}
 
 
-class Lines:
-    """The states behind tiles of a plan, of each scan and line of tiles."""
+def _describe(node: Any) -> Any:
+    """Return what a node computes, in one order of operands that may change places."""
+    if not isinstance(node, fx.Node):
+        return type(node).__name__
+    if node.op == "placeholder":
+        return node.name
+    operands = sorted(map(_describe, node.args), key=repr)
+    return (getattr(node.target, "__name__", node.target), *operands, *node.kwargs.items())
 
-    def __init__(self, plan: StreamingPlan) -> None:
-        self.plan, self.lock = plan, threading.Lock()
-        # (scan, the places of a line along other axes) -> place in the order of the line -> the states behind it.
-        self.known: dict[tuple[int, tuple[int, ...]], dict[int, list[Tensor]]] = {}
 
-    def clear(self) -> None:
-        with self.lock:
-            self.known.clear()
+def _trace(combine: Callable[..., Any], count: int) -> list[Any]:
+    """Return what a function of two times so many numbers, which it may choose by, computes; nothing if it does."""
+    graph, tracer = fx.Graph(), fx.Tracer()
+    tracer.graph = graph
+    given = [fx.Proxy(graph.placeholder(f"x{place}"), tracer) for place in range(2 * count)]
+    try:
+        return [_describe(each.node) for each in tree_leaves(combine(*given))]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return []
 
-    def find(self, node: int, index: int, run: Callable[[int, list[Tensor]], None]) -> list[Tensor]:
-        """Return the states before a tile, none before the first; `run(tile, states)` puts those behind a tile."""
-        place, line = self._locate(node, index)
-        with self.lock:
-            known = {each: states for each, states in self.known.get(line, {}).items() if each < place}
-        last = max(known, default=-1)
-        states = list(known.get(last, ()))
-        for each in range(last + 1, place):
-            run(self._index_at(node, index, each), states)
-            self._keep(node, line, each, states)
-        return states
 
-    def keep(self, node: int, index: int, states: list[Tensor]) -> None:
-        """Keep the states behind a tile."""
-        place, line = self._locate(node, index)
-        self._keep(node, line, place, states)
+def _is_linear(found: Sequence[Any], rate: int) -> bool:
+    """Whether a function of (a, b) and (c, d) is (a c, b c + d), of which a stands at one of both places."""
+    other = 1 - rate
+    first, before, second, after = (f"x{place}" for place in (rate, other, 2 + rate, 2 + other))
+    kept = ("mul", *sorted((before, second), key=repr))
+    wanted = {rate: ("mul", *sorted((first, second), key=repr)), other: ("add", *sorted((kept, after), key=repr))}
+    return list(found) == [wanted[0], wanted[1]]
 
-    def _keep(self, node: int, line: tuple[int, tuple[int, ...]], place: int, states: list[Tensor]) -> None:
-        with self.lock:
-            own = self.known.setdefault(line, {})
-            # Tiles run from the first: those that are scanned back need the states of all.
-            for each in [] if self.plan.labelled.scans[node].back else [each for each in own if each < place]:
-                del own[each]
-            own[place] = list(states)
 
-    def _locate(self, node: int, index: int) -> tuple[int, tuple[int, tuple[int, ...]]]:
-        """Return the place of a tile in its line, and the line."""
-        scan, places = self.plan.labelled.scans[node], self.plan.cores.places(index)
-        place = places.pop(scan.axis)
-        return (self.plan.cores.counts[scan.axis] - 1 - place if scan.back else place), (node, tuple(places))
+def _scan(whole: Callable[..., Any], combine: Callable[..., Any], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Scan along the first dimension: by an operation that is one, or as torch does by slices."""
+    found = _trace(combine, len(leaves))
+    if len(leaves) == 1 and found and found[0][1:] == ("x0", "x1") and found[0][0] in _SCANS:
+        return [_SCANS[found[0][0]](leaves[0], 0)]
+    for rate in range(2) if len(leaves) == 2 else ():
+        if _is_linear(found, rate):
+            rates, inputs = torch.broadcast_tensors(leaves[rate], leaves[1 - rate])
+            results = [rates.cumprod(0), torch.ops.farfield_streaming.scan(rates, inputs)]
+            return results[:: 1 if rate == 0 else -1]
+    return whole(combine, leaves)
 
-    def _index_at(self, node: int, index: int, place: int) -> int:
-        """Return the tile at a place in the line of another one."""
-        scan, cores = self.plan.labelled.scans[node], self.plan.cores
-        places = cores.places(index)
-        places[scan.axis] = cores.counts[scan.axis] - 1 - place if scan.back else place
-        return cores.index_of(places)
+
+@contextmanager
+def recorded_scans() -> Iterator[None]:
+    """Record scans of torch as operations."""
+    whole = _MODULE.generic_associative_scan
+
+    def run_pointwise(_: Any, combine: Any, leaves: Sequence[Tensor]) -> Any:
+        return tree_unflatten(_scan(whole, combine, leaves), combine.keywords["spec"])
+
+    def run_generic(combine: Any, leaves: Sequence[Tensor], additional_inputs: Any = ()) -> list[Tensor]:
+        # Without the `vmap` over the dimension that is scanned.
+        own = combine.keywords | {"combine_fn": combine.keywords["combine_fn"].__wrapped__}
+        return _scan(whole, partial(combine.func, **own), leaves)
+
+    own = {"generic_associative_scan": run_generic, "_maybe_compile_and_run_fn": run_pointwise}
+    was = {name: getattr(_MODULE, name) for name in own}
+    vars(_MODULE).update(own)
+    try:
+        yield
+    finally:
+        vars(_MODULE).update(was)

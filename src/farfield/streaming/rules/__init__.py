@@ -11,6 +11,7 @@ from farfield.streaming.rules.pooling import POOLING_RULES
 from farfield.streaming.rules.reading import READING_RULES
 from farfield.streaming.rules.recurrent import RECURRENT_RULES
 from farfield.streaming.rules.rule import Rule
+from farfield.streaming.rules.scans import SCAN_RULES
 from farfield.streaming.rules.spectra import SPECTRUM_RULES
 from farfield.streaming.rules.sums import SUM_RULES
 from farfield.streaming.rules.windows import WINDOW_RULES
@@ -24,6 +25,7 @@ RULES: dict[str, Rule] = {
     **NORM_RULES,
     **SPECTRUM_RULES,
     **RECURRENT_RULES,
+    **SCAN_RULES,
 }
 
 

@@ -185,7 +185,7 @@ def _multiply_tile(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -
     first, second, batch = call.operands[left].layout, call.operands[right].layout, call.layouts[0][:-2]
     cut = first[-1] if is_cut(first[-1]) else second[-2]
     wanted = ((left, first, (*batch, first[-2], cut)), (right, second, (*batch, cut, second[-1])))
-    return (_sum_of_products(*(_take_tile(tensors[place], own, each, core(each)) for place, own, each in wanted)),)
+    return (_sum_of_products(*(take_tile(tensors[place], own, each, core(each)) for place, own, each in wanted)),)
 
 
 def _dims_of_added(call: OperationCall) -> Dims:
@@ -207,7 +207,7 @@ def _add_product(call: OperationCall, output: int, box: Box, tensors: Sequence[T
 _PRODUCT = SUM._replace(summarize=_multiply_tile, finish=_add_product, along=along_output)
 
 
-def _take_tile(tensor: Tensor, own: Layout, wanted: Layout, box: Box) -> Tensor:
+def take_tile(tensor: Tensor, own: Layout, wanted: Layout, box: Box) -> Tensor:
     """Take a tile's part from dimensions that an operand has whole, because they have no label in it."""
     pairs = enumerate(zip(own, wanted, strict=True))
     whole = [dim for dim, (have, want) in pairs if have != want and length_of(have) == length_of(want)]
@@ -232,7 +232,7 @@ UNTAGGED = """
     fake_quantize_per_tensor_affine_cachemask
 """
 ALONG = """
-    cumsum cumprod cummax cummin logcumsumexp sort sort.stable topk gather scatter.value scatter.src scatter_add
+    cummax cummin sort sort.stable topk gather scatter.value scatter.src scatter_add
     scatter_reduce.two index_select index_add index_copy index_fill.int_Scalar glu linalg_cross
     _fft_r2c _fft_c2c _fft_c2r
 """

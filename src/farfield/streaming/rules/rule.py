@@ -138,6 +138,10 @@ class Reduction(NamedTuple):
     reads: Callable[[OperationCall, Box], list[Box]] | None = None
     windows: tuple[int, ...] = ()  # of operands that tiles must not cut, along the last dimensions
     pull: Pull | None = None  # in training; None of what has no gradient
+    # Of a scan, whose scope is what is before: the row for tiles with such a first box of the operand, and the bytes of
+    # the merged parts.
+    fit: Callable[[OperationCall, Box], Reduction] | None = None
+    parts_bytes: int = 0
 
     def run_tile(self, call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
         """Return what a tile gives: of arrays that run along axes that are cut, its own numbers in the whole."""
