@@ -31,7 +31,7 @@ def _scan(call: OperationCall) -> Scan | None:
     if not is_cut(pieces):
         return None
     if len(pieces) > 1 or pieces[0].axis is None:
-        raise RuleError("its steps are the positions of several axes")
+        raise RuleError("its steps are the positions of several axes, and more than the first is cut")
     return Scan(pieces[0].axis, call.args[-1], _take_steps)
 
 
