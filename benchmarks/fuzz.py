@@ -32,7 +32,7 @@ from helpers.fuzzing import Outcome, check, draw
 # Number of cases between two writes to the disk.
 BLOCK = 250
 # What is counted of the cases.
-COUNTED = ("form", "operator", "dtype", "layout", "second", "broken", "content")
+COUNTED = ("form", "operator", "dtype", "layout", "second", "broken", "content", "weighted")
 
 
 def run(first: int, cases: int, out: Path) -> dict[str, Any]:

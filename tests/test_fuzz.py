@@ -13,7 +13,7 @@ from farfield import ops
 from farfield.ops import function, table
 from farfield.ops.fast import gradients, kernels, whole
 from farfield.ops.fast import table as kernel_table
-from helpers.fuzzing import BROKEN, CONTENTS, EXPANDED, LAYOUTS, Drawn, check, draw, make_call
+from helpers.fuzzing import BROKEN, CONTENTS, EXPANDED, LAYOUTS, WEIGHTS, Drawn, check, draw, make_call
 from helpers.second_derivatives import WAYS
 
 CASES, PARTS = 240, 8
@@ -40,6 +40,7 @@ def test_every_operator_form_and_dtype_is_drawn() -> None:
     assert {case.layout for case in drawn} == {*LAYOUTS, *EXPANDED}
     assert {case.broken for case in drawn} == {"", *BROKEN}
     assert {case.content for case in drawn} == set(CONTENTS)
+    assert {case.weighted for case in drawn} == {"", *WEIGHTS}
     assert draw(7) == draw(7)
 
 
@@ -70,6 +71,7 @@ def _broken(operator: str, form: str, masked: str = "some") -> Drawn:
         norm="",
         kernels=True,
         threads=1,
+        weighted="",
     )
 
 

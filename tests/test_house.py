@@ -268,7 +268,7 @@ def test_every_public_name_resolves() -> None:
 @pytest.mark.parametrize("row", ops.OPERATORS)
 def test_every_row_has_its_whole(row: str) -> None:
     parameters = inspect.signature(getattr(ops, f"{row}_attention")).parameters
-    expected = ["query", "key", "value", "heads", "mask", "query_mask"]
+    expected = ["query", "key", "value", "heads", "mask", "query_mask", "key_weight"]
     expected += ["scale"] * ops.OPERATORS[row].has_scale + [*ops.OPERATORS[row].parameter_shapes(8, 2)]
     assert sorted(parameters) == sorted(expected)
     positional = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]

@@ -174,6 +174,11 @@ def check_mask(name: str, mask: Tensor | None, owner: str, grid: Tensor) -> None
             TypeError,
             f"{name} must be boolean, True where a position is valid, got {mask.dtype}; fix: {name} > 0{additive}.",
         )
+    check_positions(name, mask, owner, grid)
+
+
+def check_positions(name: str, mask: Tensor, owner: str, grid: Tensor) -> None:
+    """Refuse a mask or weights that are not `(batch, *size)` of the grid they belong to, or on another device."""
     if mask.shape != grid.shape[:1] + grid.shape[2:]:
         fix = _mask_fix(name, mask, grid)
         raise shape_error(f"{name} must be (batch, *size) of {owner}.", fix, **{name: mask, owner: grid})

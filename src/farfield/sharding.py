@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as distributed
@@ -102,7 +102,7 @@ def sharded_attention(
         place = tuple(origin), tuple(size)  # a compiled graph cannot gather and compare arguments
     else:
         place = _agree(layer, grid, mask, dim, origin, size, group)
-    where = {"origin": place[0], "size": place[1]}
+    where: Any = {"origin": place[0], "size": place[1]}
     summary = layer.summarize(grid, mask=mask, **where)
     query_sums = None if layer.operator.queries_from.side_by_side else layer.gather_queries(grid, mask=mask, **where)
     whole = _gather_and_merge(summary, query_sums, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import farfield
 from farfield import cost, maps, ops
@@ -28,6 +28,11 @@ def decoder() -> nn.Module:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1).eval()
     farfield.replace_attention(encoder, "linear_elu")
     return Run(lambda layers, tokens: layers[0](tokens, nn.Transformer.generate_square_subsequent_mask(6)), encoder)
+
+
+def weighing(weight: Tensor | None) -> nn.Module:
+    """A network whose attention is called with weights."""
+    return Run(lambda layers, grid: layers[0](grid, context_weight=weight), GridAttention(8, "dot"))
 
 
 def scripted() -> nn.Module:
@@ -60,6 +65,18 @@ ROWS = [
         lambda: ops.dot_attention(GRID, GRID[:, :4], GRID[:, :4]),
         "torch.nn.Conv2d(4, 8, 1)",
         lambda: ops.dot_attention(GRID, nn.Conv2d(4, 8, 1)(GRID[:, :4]), GRID[:, :4]),
+    ),
+    Row(
+        "ops/grid.py",
+        lambda: ops.dot_attention(GRID, GRID, GRID, key_weight=torch.full((1, 6, 6), -1.0)),
+        "key_weight.nan_to_num(0, 0, 0).clamp_min(0)",
+        lambda: ops.dot_attention(GRID, GRID, GRID, key_weight=torch.full((1, 6, 6), -1.0).clamp_min(0)),
+    ),
+    Row(
+        "ops/grid.py",
+        lambda: GridAttention(8, "dot")(GRID, context_weight=[[1.0] * 6] * 6),
+        "torch.as_tensor(context_weight)",
+        lambda: GridAttention(8, "dot")(GRID, context_weight=torch.as_tensor([[[1.0] * 6] * 6])),
     ),
     Row(
         "_checks.py",
@@ -124,6 +141,12 @@ ROWS = [
         lambda: maps.layers(added().eval(), EXAMPLE),
     ),
     Row(
+        "maps/layers.py",
+        lambda: maps.layers(weighing(torch.ones(1, 6, 6)), GRID),
+        "context_weight=None",
+        lambda: maps.layers(weighing(None), GRID),
+    ),
+    Row(
         "ops/attend.py",
         lambda: ops.siamese_attention(GRID, GRID, GRID, weight=[1.0]),
         "torch.nn.Parameter(torch.ones(8))",
@@ -140,12 +163,6 @@ ROWS = [
         lambda: ops.causal_attention("softmax", *[STREAM] * 3),
         "one of factorized, averaged, linear_relu, linear_elu",
         lambda: ops.causal_attention("linear_elu", *[STREAM] * 3),
-    ),
-    Row(
-        "ops/causal.py",
-        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0)),
-        "key_weight.clamp_min(0)",
-        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0).clamp_min(0)),
     ),
     Row(
         "ops/causal.py",

@@ -34,11 +34,13 @@ def written_out(
     *,
     mask: Tensor | None = None,
     context_mask: Tensor | None = None,
+    context_weight: Tensor | None = None,
 ) -> Tensor:
     """Compute `attention(grid, context)`: project every position, attend by the explicit matrix, project responses."""
     if context is None:
         context, context_mask = grid, mask
     grid, context = valid_or_zero(grid, mask), valid_or_zero(context, context_mask)
+    context_mask = explicit.measure(context_mask, context_weight)
     operator, options = attention.operator_name, _options(attention, grid, mask)
     if operator == "softmax_pooled":  # by definition: pool, then project
         context, context_mask = explicit.pool(context, context_mask)

@@ -2,6 +2,7 @@
 
 `matrix(operator, …)` is A `(batch, heads, queries, keys)` and a response is A·V. It is checked against the loops of
 `reference.py`, and its autograd against central differences of those loops; the library is then checked against both.
+A mask of keys may hold their weights, 0 where one is masked.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ QUOTIENTS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 
 class Axes(NamedTuple):
-    """Axis means as matrices: `means` (b, n, Σ size), `spread` (n, Σ size) of 0 and 1, `present` (b, Σ size)."""
+    """Axis means as matrices: `means` (b, n, Σ size), `spread` (n, Σ size) of 0 and 1, `share` (b, Σ size)."""
 
     means: Tensor
     spread: Tensor
-    present: Tensor
+    share: Tensor  # what an index counts for: the mean weight of its valid positions, 0 without one
+
+    @property
+    def present(self) -> Tensor:
+        return self.share > 0
 
 
 def axes(size: tuple[int, ...], mask: Tensor) -> Axes:
@@ -46,8 +51,8 @@ def axes(size: tuple[int, ...], mask: Tensor) -> Axes:
     blocks = [positions[axis][:, None] == torch.arange(length) for axis, length in enumerate(size)]
     spread = torch.cat(blocks, dim=1).double()  # (n, Σ)
     weights = mask.flatten(1).double()[:, :, None] * spread  # (b, n, Σ)
-    counts = weights.sum(dim=1)  # (b, Σ)
-    return Axes(weights / counts.clamp(min=1)[:, None], spread, counts > 0)
+    sums, counts = weights.sum(dim=1), (weights > 0).sum(dim=1)  # (b, Σ)
+    return Axes(weights / torch.where(sums == 0, 1, sums)[:, None], spread, sums / counts.clamp(min=1))
 
 
 def split(grid: Tensor, heads: int) -> Tensor:
@@ -60,8 +65,15 @@ def valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
     return torch.ones(grid.shape[0], *grid.shape[2:], dtype=torch.bool) if mask is None else mask
 
 
+def measure(mask: Tensor | None, weight: Tensor | None) -> Tensor | None:
+    """The weights of positions, 0 where one is masked, which no gradient reaches; the mask if there are none."""
+    if weight is None:
+        return mask
+    return torch.where(weight > 0 if mask is None else mask & (weight > 0), weight, 0)
+
+
 def pool(grid: Tensor, mask: Tensor | None, width: int = 2, kind: str = "max") -> tuple[Tensor, Tensor]:
-    """Windows of `width` per axis (ceil mode), reduced over their valid positions, and which windows have one."""
+    """Windows of `width` per axis (ceil mode), reduced over their valid positions, and the mean weight of these."""
     valid = valid_positions(grid, mask)
     size = tuple(grid.shape[2:])
     positions = torch.stack(torch.meshgrid(*map(torch.arange, size), indexing="ij")).flatten(1)
@@ -70,33 +82,38 @@ def pool(grid: Tensor, mask: Tensor | None, width: int = 2, kind: str = "max") -
     for axis, count in enumerate(windows):
         index = index * count + positions[axis] // width
     shape = (*grid.shape[:2], math.prod(windows))
-    hidden = ~valid.flatten(1)[:, None]
+    weights = valid.flatten(1)[:, None].to(grid.dtype)
+    hidden = weights == 0
     where = index.expand(*shape[:2], -1)
-    counts = torch.zeros(shape, dtype=grid.dtype).scatter_add(2, where, (~hidden).to(grid.dtype).expand(*shape[:2], -1))
+    zeros = torch.zeros(shape, dtype=grid.dtype)
+    counts = zeros.scatter_add(2, where, (~hidden).to(grid.dtype).expand(*shape[:2], -1))
+    totals = zeros.scatter_add(2, where, weights.expand(*shape[:2], -1))
     if kind == "mean":
-        sums = grid.new_zeros(shape).scatter_add(2, where, grid.flatten(2).masked_fill(hidden, 0.0))
-        out = sums / counts.clamp(min=1)
+        sums = zeros.scatter_add(2, where, grid.flatten(2).masked_fill(hidden, 0.0) * weights)
+        out = sums / torch.where(totals == 0, 1, totals)
     else:
         least = grid.new_full(shape, -math.inf)
         out = least.scatter_reduce(2, where, grid.flatten(2).masked_fill(hidden, -math.inf), "amax")
         out = torch.where(counts > 0, out, 0.0)
-    return out.unflatten(2, windows), (counts > 0)[:, 0].unflatten(1, windows)
+    share = (totals / counts.clamp(min=1))[:, 0].unflatten(1, windows)
+    return out.unflatten(2, windows), share > 0 if valid.dtype == torch.bool else share
 
 
-def _softmax(scores: Tensor, valid: Tensor) -> Tensor:
-    """Softmax over the last axis among the valid positions; zeros where there is none. `valid` (b, 1, 1, n)."""
+def _softmax(scores: Tensor, weights: Tensor) -> Tensor:
+    """Softmax over the last axis among positions of a weight; zeros where there is none. `weights` (b, 1, 1, n)."""
+    valid = weights > 0
     some = valid.any(dim=-1, keepdim=True)
-    masked = torch.where(valid | ~some, scores, -math.inf)
+    masked = torch.where(valid | ~some, scores + torch.where(valid, weights, 1).double().log(), -math.inf)
     return torch.where(valid, masked.softmax(dim=-1), 0.0)
 
 
 def _softmax_matrix(
-    query: Tensor, key: Tensor, key_valid: Tensor, query_valid: Tensor, scale: float, normalize: Normalize | None
+    query: Tensor, key: Tensor, weights: Tensor, query_valid: Tensor, scale: float, normalize: Normalize | None
 ) -> Tensor:
     scores = scale * query.transpose(2, 3) @ key  # (b, h, m, n)
     if normalize is not None:
-        scores = normalize(scores, query_valid[:, None, :, None] & key_valid[:, None, None, :])
-    return _softmax(scores, key_valid[:, None, None, :])
+        scores = normalize(scores, query_valid[:, None, :, None] & (weights > 0)[:, None, None, :])
+    return _softmax(scores, weights[:, None, None, :])
 
 
 def matrix(
@@ -116,8 +133,9 @@ def matrix(
     query = query.masked_fill(~query_grid_mask[:, None], 0.0)
     q, k = split(query, heads), split(key, heads)  # (b, h, d, m), (b, h, d, n)
     key_valid, query_valid = key_grid_mask.flatten(1), query_grid_mask.flatten(1)
-    count = key_valid.sum(dim=1).clamp(min=1)[:, None, None, None]
     keep = key_valid[:, None, None, :].double()
+    count = keep.sum(dim=3, keepdim=True)
+    count = torch.where(count == 0, 1, count)
     if operator == "softmax":
         return _softmax_matrix(q, k, key_valid, query_valid, scale, normalize)
     if operator in AXIS_ROWS:
@@ -125,10 +143,10 @@ def matrix(
         means = k @ key_axes.means[:, None]  # (b, h, d, Σn)
         gather = key_axes.means[:, None].transpose(2, 3)  # (b, 1, Σn, n)
         if operator == "kronecker_kv":
-            return _softmax_matrix(q, means, key_axes.present, query_valid, scale, normalize) @ gather
+            return _softmax_matrix(q, means, key_axes.share, query_valid, scale, normalize) @ gather
         query_axes = axes(tuple(query.shape[2:]), query_grid_mask)
         query_means = q @ query_axes.means[:, None]  # (b, h, d, Σm)
-        inner = _softmax_matrix(query_means, means, key_axes.present, query_axes.present, scale, normalize)
+        inner = _softmax_matrix(query_means, means, key_axes.share, query_axes.present, scale, normalize)
         whole = query_axes.spread @ inner @ gather
         if operator == "kronecker_qkv_literal":
             return whole
@@ -180,9 +198,11 @@ def attention(
     query_mask: Tensor | None = None,
     scale: float = 1.0,
     normalize: Normalize | None = None,
+    key_weight: Tensor | None = None,
     **learned: Tensor,
 ) -> Tensor:
     """A·V of an operator, on the query grid."""
+    mask = measure(mask, key_weight)
     if operator == "softmax_pooled":
         (value, _), (key, mask), operator = pool(value, mask), pool(key, mask), "softmax"
     attending = matrix(

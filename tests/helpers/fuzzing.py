@@ -60,6 +60,12 @@ CONTENTS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "small": lambda numbers, half: numbers * (0.05 if half else 1e-3),
     "large": lambda numbers, half: numbers * (3 if half else 20),
 }
+# What the weights of keys are, from numbers between 0 and 1.
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "any": lambda numbers: 3 * numbers,
+    "some 0": lambda numbers: (3 * numbers).where(numbers > 0.4, 0),
+    "constant": lambda numbers: torch.full_like(numbers, 2.5),
+}
 # Which of three tensors the query, the key and the value are.
 SHARED = [(0, 0, 0), (0, 1, 1), (0, 1, 2), (0, 0, 1), (0, 1, 0)]
 # Roundings inside one operation are one in `movements`: a few, beside those of a sum, which go by its length.
@@ -102,6 +108,7 @@ class Drawn:
     residual: bool
     kernels: bool
     threads: int
+    weighted: str = ""
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ def draw(index: int) -> Drawn:
     # Of constant grids a norm in training divides rounding by rounding.
     unfit = {*["large"] * long, *["constant"] * bool(norm)}
     broken = pick(list(BROKEN)) if not second and source.random() < BREAK else ""
-    return Drawn(
+    drawn = Drawn(
         index=index,
         form=form,
         operator=operator,
@@ -172,6 +179,9 @@ def draw(index: int) -> Drawn:
         kernels=bool(second) or source.random() < 0.5,
         threads=2 if source.random() < 0.05 else 1,
     )
+    # Weights that are not finite are refused; the explicit norm has none.
+    weighted = "" if broken or norm == "training" else pick(["", "", "", *WEIGHTS])
+    return dataclasses.replace(drawn, weighted=weighted)
 
 
 def ways_of(layout: str, norm: str) -> list[str]:
@@ -229,6 +239,12 @@ class Tensors:
         numbers = self.numbers(*shape)
         half = self.drawn.dtype in ("float16", "bfloat16") or self.drawn.autocast
         return CONTENTS[self.drawn.content](numbers, bool(half)).to(self.dtype)
+
+    def weights(self, size: tuple[int, ...]) -> Tensor:
+        """The weights of keys, a leaf in float32 at least."""
+        numbers = torch.rand(self.drawn.batch, *size, generator=self.generator, dtype=torch.float64)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return self.laid_out(WEIGHTS[self.drawn.weighted](numbers).to(dtype)).detach().requires_grad_()
 
     def mask(self, kind: str, size: tuple[int, ...]) -> Tensor | None:
         """A mask of one of the kinds that `draw` names."""
@@ -299,13 +315,17 @@ def function_call(drawn: Drawn) -> Call:
     order, inputs = list(leaves), list(leaves.values())
     learned = draw_learned(drawn.operator, drawn.channels, drawn.heads, make.numbers)
     inputs += [each.to(make.dtype).requires_grad_() for each in learned.values()]
+    names = [*learned]
+    if drawn.weighted:
+        names.append("key_weight")
+        inputs.append(make.weights(drawn.key_size))
     options = {"heads": drawn.heads, "mask": mask, "query_mask": query_mask}
     if drawn.operator in explicit.SOFTMAX_ROWS:
         options["scale"] = drawn.scale
 
     def given(*tensors: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
         grids = [tensors[order.index(which)] for which in drawn.shared]
-        return grids, options | dict(zip(learned, tensors[len(order) :], strict=True))
+        return grids, options | dict(zip(names, tensors[len(order) :], strict=True))
 
     def run(*tensors: Tensor) -> Tensor:
         grids, rest = given(*tensors)
@@ -329,16 +349,23 @@ def module_call(drawn: Drawn) -> Call:
     inputs = [make.grid(drawn.channels, drawn.query_size, mask)]
     if cross:
         inputs.append(make.grid(drawn.channels, drawn.key_size, context_mask))
+    weights = [make.weights(drawn.key_size if cross else drawn.query_size)] if drawn.weighted else []
+    inputs += weights
     module = build(drawn, make)
     twin = copy.deepcopy(module).double()
     masks = {"mask": mask, "context_mask": context_mask} if cross else {"mask": mask}
     started = copy.deepcopy(twin.state_dict())
 
     def attend(module: GridAttention, *grids: Tensor) -> Tensor:
-        return in_tiles(module, *grids, mask, drawn.index) if drawn.form == "tiles" else module(*grids, **masks)
+        weight = grids[-1] if weights else None
+        grids = grids[: len(grids) - len(weights)]
+        if drawn.form == "tiles":
+            return in_tiles(module, *grids, mask, drawn.index, weight)
+        return module(*grids, **masks, context_weight=weight)
 
     def written(twin: GridAttention, *grids: Tensor) -> Tensor:
-        return written_out(twin, *grids, **masks)
+        weight = grids[-1] if weights else None
+        return written_out(twin, *grids[: len(grids) - len(weights)], **masks, context_weight=weight)
 
     def truth(*tensors: Tensor) -> Tensor:
         twin.load_state_dict(started)  # a norm in training moves its statistics each time
@@ -376,7 +403,9 @@ def build(drawn: Drawn, make: Tensors) -> GridAttention:
     return module.to(make.dtype).train(drawn.norm == "training" and enough)
 
 
-def in_tiles(module: GridAttention, grid: Tensor, mask: Tensor | None, seed: int) -> Tensor:
+def in_tiles(
+    module: GridAttention, grid: Tensor, mask: Tensor | None, seed: int, weight: Tensor | None = None
+) -> Tensor:
     """Two passes over tiles cut at random, in two random orders."""
     source, size = random.Random(seed), tuple(grid.shape[2:])
     step = 2 if module.operator_name == "softmax_pooled" else 1
@@ -391,7 +420,9 @@ def in_tiles(module: GridAttention, grid: Tensor, mask: Tensor | None, seed: int
         where = {"mask": None if mask is None else mask[(slice(None), *slices)], "origin": origin, "size": size}
         parts.append((grid[(slice(None), slice(None), *slices)], where, slices))
     source.shuffle(parts)
-    summary = functools.reduce(lambda one, other: one.merge(other), (module.summarize(t, **w) for t, w, _ in parts))
+    own_weights = (None if weight is None else weight[(slice(None), *slices)] for _, _, slices in parts)
+    summaries = (module.summarize(t, weight=own, **w) for (t, w, _), own in zip(parts, own_weights, strict=True))
+    summary = functools.reduce(lambda one, other: one.merge(other), summaries)
     query_sums = None
     if not module.operator.queries_from.side_by_side:
         gathered = (module.gather_queries(tile, **where) for tile, where, _ in parts)

@@ -69,7 +69,7 @@ class Case:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The tensors that gradients are taken with respect to."""
-        learned = {name: self.options[name] for name in explicit.LEARNED if name in self.options}
+        learned = {name: self.options[name] for name in (*explicit.LEARNED, "key_weight") if name in self.options}
         return {"query": self.query, "key": self.key, "value": self.value, **learned}
 
     def replace(self, **changes: Any) -> Case:
@@ -95,6 +95,8 @@ class Case:
         query = self.query
         if self.row not in explicit.MEAN_ROWS and "query_mask" in options:  # only means of queries need the mask
             query = query.masked_fill(~torch.as_tensor(options.pop("query_mask"))[:, None], 0.0)
+        if "key_weight" in options:
+            options["mask"] = options.pop("key_weight") * options.get("mask", 1.0)
         grids = (to_numpy(query), to_numpy(self.key), to_numpy(self.value))
         return torch.as_tensor(np.asarray(getattr(reference, self.row)(*grids, **options)))
 
@@ -115,6 +117,7 @@ def draw(
     heads: int = 1,
     masked: bool = False,
     scale: float | None = None,
+    weighted: bool = False,
     seed: int = 0,
 ) -> Case:
     """A random call of an operator in float64; value and key channels differ, masks keep a part of each sample."""
@@ -135,6 +138,8 @@ def draw(
     if masked:
         options["mask"] = draw_mask(batch, key_size, generator)
         options["query_mask"] = draw_mask(batch, query_size, generator)
+    if weighted:
+        options["key_weight"] = 3 * torch.rand(batch, *key_size, generator=generator, dtype=torch.float64)
     return Case(row, query, key, value, options)
 
 

@@ -150,7 +150,7 @@ def test_padding_may_hold_anything(row: str) -> None:
             r"the mask differs between queries or heads \(causal",
         ),
         ({"attn_mask": torch.randn(7, 7)}, r"the mask adds a bias .* \(relative positions, ALiBi\)"),
-        ({"key_padding_mask": torch.randn(2, 7)}, "fix: leave this layer out by where="),
+        ({"key_padding_mask": torch.full((2, 7), torch.nan)}, "fix: leave this layer out by where="),
         (
             {"key_padding_mask": torch.ones(2, 6, dtype=torch.bool)},
             r"fix: one value per key: 7 in the last dimension, and a batch of 1 or 2",

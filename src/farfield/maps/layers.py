@@ -104,10 +104,17 @@ def record_layers(network: nn.Module) -> Iterator[dict[str, Layer]]:
         given = dict(zip(("grid", "context"), arguments, strict=False)) | keywords
         # Copied: the next module may work in place.
         copies = {name: value.detach().clone() for name, value in given.items() if value is not None}
+        _refuse_weights(copies.pop("context_weight", None))
         add_layer(recorded, path, Layer(modules[path], **copies))
 
     with hooked(modules, before=record):
         yield recorded
+
+
+def _refuse_weights(weight: Tensor | None) -> None:
+    if weight is not None:
+        fix = "run the network without them: context_weight=None, or no bias of keys in its mask"
+        raise refusal(ValueError, f"an attention was called with weights of keys, and its maps have none; fix: {fix}.")
 
 
 def _is_replaced(module: nn.Module) -> bool:
@@ -177,6 +184,8 @@ class _LastPatches:
 
 def layer_of(call: TokenCall, patches: tuple[int, ...] | None) -> Layer:
     """Return a call as a layer: its operator without projections on the grid of queries and the grid of keys."""
+    if call.valid is not None and call.valid.dtype != torch.bool:
+        _refuse_weights(call.valid)
     heads, channels = call.query.shape[1], call.query.shape[1] * call.query.shape[3]
     scale = float(call.scale) if call.operator.has_scale else 1.0
     attention = GridAttention(channels, call.operator, heads=heads, project="", scale=scale)

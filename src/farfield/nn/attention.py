@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor, nn
 
 from farfield._checks import add_memory_note
@@ -25,7 +25,7 @@ from farfield.nn.initialization import DrawnByItself, draw, draw_learned
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.scripting import refuse_to_script
 from farfield.ops.engine import attend, respond_grid, summarize_grid
-from farfield.ops.grid import Gathered, hide
+from farfield.ops.grid import Gathered, hide, measure
 from farfield.ops.projection import Call, map_heads
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, look_up_operator
@@ -160,6 +160,7 @@ class GridAttention(nn.Module):
         *,
         mask: Bool[Tensor, " b *m"] | None = None,
         context_mask: Bool[Tensor, " b *n"] | None = None,
+        context_weight: Real[Tensor, " b *n"] | None = None,
     ) -> Float[Tensor, "b p *m"]:
         """Attend from every position of the grid to the grid itself, or to a context.
 
@@ -169,6 +170,9 @@ class GridAttention(nn.Module):
             mask: True where a position of the grid is valid; others may hold anything, are read as 0 and change no
                 response.
             context_mask: True where a position of the context is valid.
+            context_weight: What each position that keys and values come from counts for, such as its area or volume:
+                numbers from 0, which masks it. Without a context it is of the grid. Queries that are means along axes
+                have no weights.
 
         Returns:
             `(b, p, *m)` in the grid's dtype and memory format; p is `channels`, or `value_channels` without an output
@@ -178,14 +182,18 @@ class GridAttention(nn.Module):
             ShapeError: If the grids or masks do not fit the module or each other.
             TypeError: If a grid is not floating-point of the module's dtype (any under autocast), or a mask is not
                 boolean.
-            ValueError: If there is a context mask without a context, or the tensors are on different devices.
+            ValueError: If there is a context mask without a context, the tensors are on different devices, or a weight
+                is negative or not finite.
         """
         check_input(self, grid, mask)
-        check_context(self, grid, context, context_mask)
+        check_context(self, grid, context, context_mask, context_weight)
         if context is not None:
-            return self.respond(grid, self.summarize(context, mask=context_mask), mask=mask)
+            summary = self.summarize(context, mask=context_mask, weight=context_weight)
+            return self.respond(grid, summary, mask=mask)
+        valid, weight = measure(mask, context_weight, grid)
         try:
-            response = attend(self.call_for(grid), grid, grid, grid, mask=mask, query_mask=mask)
+            call = self.call_for(grid)
+            response = attend(call, grid, grid, grid, mask=valid, query_mask=mask, weight=weight)
         except RuntimeError as error:
             if not self.operator.merges_by_adding:
                 add_memory_note("GridAttention", self.operator_name, grid, grid, self.heads, error)
@@ -197,6 +205,7 @@ class GridAttention(nn.Module):
         grid: Float[Tensor, "b c *n"],
         *,
         mask: Bool[Tensor, " b *n"] | None = None,
+        weight: Real[Tensor, " b *n"] | None = None,
         origin: Sequence[int] | None = None,
         size: Sequence[int] | None = None,
     ) -> Summary:
@@ -205,6 +214,7 @@ class GridAttention(nn.Module):
         Args:
             grid: The key grid, or the tile.
             mask: True where a position is valid.
+            weight: What each position counts for, as `context_weight` of `forward`; the tile's part of it.
             origin: For a tile, its first index on each axis; None for a whole grid.
             size: For a tile, the size of the whole grid; None for a whole grid.
 
@@ -216,10 +226,12 @@ class GridAttention(nn.Module):
             ShapeError: If the grid or mask does not fit the module, or the tile does not lie in the whole grid.
             TypeError: If the grid is not floating-point of the module's dtype (any under autocast), or the mask is not
                 boolean.
-            ValueError: If only one of `origin` and `size` is given, or the tensors are on different devices.
+            ValueError: If only one of `origin` and `size` is given, the tensors are on different devices, or a weight
+                is negative or not finite.
         """
-        place = check_input(self, grid, mask, origin, size)
-        return summarize_grid(self.call_for(grid), grid, mask=mask, place=place)
+        place = check_input(self, grid, mask, origin, size, weight)
+        valid, weight = measure(mask, weight, grid)
+        return summarize_grid(self.call_for(grid), grid, mask=valid, weight=weight, place=place)
 
     def gather_queries(
         self,

@@ -21,7 +21,7 @@ from farfield._checks import (
 )
 from farfield._refusals import door, refusal
 from farfield.nn.bare import is_unchanged
-from farfield.ops.grid import Place
+from farfield.ops.grid import Place, check_weight
 from farfield.ops.modes import autocast_dtype
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
@@ -147,9 +147,11 @@ def check_input(
     mask: Tensor | None,
     origin: Sequence[int] | None = None,
     size: Sequence[int] | None = None,
+    weight: Tensor | None = None,
 ) -> Place | None:
-    """Refuse a grid, mask or tile that does not fit; return the place of a tile, or None for a whole grid."""
+    """Refuse a grid, mask, weights or tile that do not fit; return the place of a tile, or None for a whole grid."""
     check_fit(module, grid, mask)
+    check_weight("weight", weight, "grid", grid)
     return check_place(grid, origin, size)
 
 
@@ -186,9 +188,16 @@ def check_fit(
 
 
 @door("GridAttention")
-def check_context(module: Attention, grid: Tensor, context: Tensor | None, context_mask: Tensor | None) -> None:
+def check_context(
+    module: Attention,
+    grid: Tensor,
+    context: Tensor | None,
+    context_mask: Tensor | None,
+    context_weight: Tensor | None = None,
+) -> None:
     """Raise for a context that does not fit the module or the grid, or a context mask without a context."""
     if context is None:
+        check_weight("context_weight", context_weight, "grid", grid)
         if context_mask is not None:
             raise refusal(
                 ValueError,
@@ -203,6 +212,7 @@ def check_context(module: Attention, grid: Tensor, context: Tensor | None, conte
         check_same_kind(grid=grid, context=context)
     if grid.shape[0] != context.shape[0]:
         raise batch_error(grid, context)
+    check_weight("context_weight", context_weight, "context", context)
 
 
 def batch_error(grid: Tensor, context: Tensor) -> ShapeError:

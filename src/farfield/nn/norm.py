@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from farfield._processes import all_gather
 from farfield.nn.bare import is_bare
 from farfield.nn.initialization import DrawnByItself
-from farfield.ops.grid import accumulation
+from farfield.ops.grid import accumulation, nonzero
 from farfield.ops.modes import full_precision
 from farfield.ops.moments import Moments, pooled_moments, product_moments, response_moments
-from farfield.ops.slots import Summary, products, weight
+from farfield.ops.slots import Summary, keys_of_slots, products, shares, weight
 from farfield.ops.table import Operator
 
 
@@ -176,11 +176,14 @@ class CoefficientNorm(nn.Module):
         """Return the moments of the coefficients or responses, in closed form."""
         if self.of_products:
             keys = (cast(Tensor, summary.keys) / weight(query, summary)).mT
-            key_valid = (summary.weights > 0).to(query_valid.dtype).mT
-            return product_moments(query, query_valid, keys, key_valid, columns=self.columns)
+            key_valid = (summary.weights > 0).to(query_valid.dtype)
+            if summary.positions is not None:  # weights whose sum is the number of keys, so that a constant is none
+                share = shares(summary)
+                key_valid = share * (key_valid.sum() / nonzero(share.sum()))
+            return product_moments(query, query_valid, keys, key_valid.mT, columns=self.columns)
         slots = summary.values / operator.per(query, summary)
         if operator.coefficients is products:  # slotsᵀ(KᵀQ) = (slotsᵀKᵀ)Q: as many slots as channels
-            return response_moments(cast(Tensor, summary.keys).to(slots.dtype).mT @ slots, query, query_valid)
+            return response_moments(keys_of_slots(summary).to(slots.dtype).mT @ slots, query, query_valid)
         return response_moments(slots, operator.coefficients(query, summary), query_valid)
 
 

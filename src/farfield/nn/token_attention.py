@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ class TokenCall(NamedTuple):
     operator: Operator
     query: Tensor  # `(b, h, m, d)`
     key: Tensor  # `(b, h, n, d)`, 0 where a key is not valid
-    valid: Tensor | None  # `(b, 1, 1, n)`, True where a key is valid; None if all are
+    valid: Tensor | None  # `(b, 1, 1, n)`, True where a key is valid, or its weight; None if all are
     scale: float  # of the products before a softmax; ignored for other operators
     causal: bool = False  # whether each query attends to the keys up to its place
 
@@ -50,7 +50,8 @@ def attend_tokens(
     query: Tensor,  # `(b, h, m, d)`
     key: Tensor,  # `(b, g, n, d)`; g divides h where groups of heads share keys and values
     value: Tensor,  # `(b, g, n, c)`
-    valid: Tensor | None,  # `(b, 1, 1, n)`, True where a key is valid; other positions may hold anything
+    # `(b, 1, 1, n)`, True where a key is valid, or the weights of keys, 0 where not; others may hold anything.
+    valid: Tensor | None,
     *,
     scale: float,  # of the products before a softmax; ignored for other operators
     dropout: float = 0.0,  # of a weight of the basis, or of a coefficient without a basis, in any training mode
@@ -60,7 +61,7 @@ def attend_tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend by any operator: responses `(b, m, h, c)`, contiguous, and with `weights` the matrix `(b, h, m, n)`."""
     if valid is not None:
-        key, value = torch.where(valid.transpose(-2, -1), key, 0), torch.where(valid.transpose(-2, -1), value, 0)
+        key, value = (torch.where(valid.transpose(-2, -1) > 0, each, 0) for each in (key, value))
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -79,17 +80,20 @@ def attend_tokens(
     operator = _add_dropout(operator, dropout)
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
     positions = count if valid is None else valid.to(count.dtype)
+    measure: tuple[Any, ...] = (positions, valid is None)
+    if valid is not None and valid.dtype != torch.bool:
+        measure = ((positions > 0).to(count.dtype), False, positions)
 
     def attend(values: Tensor) -> Tensor:  # (b, h, c, n) to (b, h, c, m)
         if causal:
             return attend_causally(operator, q, k, values, positions)[0]
-        return attend_heads(operator, q, k, values, positions, valid is None)
+        return attend_heads(operator, q, k, values, *measure)
 
     if not weights:
         response = attend(v)
         return response.to(value.dtype).permute(0, 3, 1, 2).contiguous(), None
     # The response to values that are unit vectors is the matrix itself.
-    units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * positions.mT.to(v.dtype)  # (b, 1, n, n)
+    units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * measure[0].mT.to(v.dtype)  # (b, 1, n, n)
     matrix = attend(units.expand(-1, v.shape[1], -1, -1)).mT
     return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
 

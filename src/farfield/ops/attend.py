@@ -12,6 +12,7 @@ from torch import Tensor
 from farfield._checks import ShapeError, add_memory_note, check_attention, check_grid, check_heads, check_same_kind
 from farfield._refusals import door, refusal
 from farfield.ops import engine
+from farfield.ops.grid import check_weight, measure
 from farfield.ops.modes import Attending
 from farfield.ops.projection import IDENTITY, Call, map_heads
 from farfield.ops.table import OPERATORS, Operator
@@ -29,6 +30,8 @@ _ARGUMENTS = {
     "heads": "Channels are split into this many groups in order, which attend separately; it divides c and p.",
     "mask": "`(b, *n)`, True where a key is valid (None: all); masked keys and values may hold anything, NaN included. "
     "Without a valid key, the responses of a sample are 0.",
+    "key_weight": "`(b, *n)`, what each key counts for, such as its area or volume, or the tokens that were merged to "
+    "it: a key of weight 3 is three equal keys, and 0 masks one (None: all weigh alike).",
     "query_mask": "`(b, *m)`, True where a query is valid (None: all); masked queries may hold anything, NaN included, "
     "and are read as 0.",
     "scale": "Factor of the products of queries and keys; 1/√(c/heads) is the usual scaling.",
@@ -39,7 +42,8 @@ _RESULTS = """Returns:
 Raises:
     ShapeError: If the shapes of grids, masks and what is learned, or heads and channels, do not fit together.
     TypeError: If grids and what is learned are not of one floating-point dtype, or a mask is not boolean.
-    ValueError: If heads is not a whole number from 1, or the tensors are on different devices."""
+    ValueError: If heads is not a whole number from 1, the tensors are on different devices, or a weight is negative or
+        not finite."""
 
 
 def document_arguments(function: _Function) -> _Function:
@@ -56,10 +60,11 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
     heads: int,
     mask: Tensor | None,
-    query_mask: Tensor | None = None,
+    query_mask: Tensor | None,
+    key_weight: Tensor | None,
+    *,
     learned: Mapping[str, Tensor] = {},
     scale: float = 1.0,
 ) -> Tensor:
@@ -72,6 +77,8 @@ def attend(
         for each, tensor in learned.items():
             _check_learned(operator, each, tensor, query, heads)
         check_attention(query, key, value, heads, mask, query_mask)
+        check_weight("key_weight", key_weight, "key", key)
+    mask, weight = measure(mask, key_weight, key)
     queries = keys = IDENTITY
     if operator.score is not None:
         learned = {each: tensor.to(query.dtype) for each, tensor in learned.items()}
@@ -80,7 +87,7 @@ def attend(
     call = Call(operator, heads, scale, queries, keys)
     try:
         with Attending(f"ops.{name}_attention"):
-            return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask)
+            return engine.attend(call, query, key, value, mask=mask, query_mask=query_mask, weight=weight)
     except RuntimeError as error:
         if not operator.merges_by_adding:
             add_memory_note(f"{name}_attention", name, query, key, heads, error)

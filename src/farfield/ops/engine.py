@@ -52,6 +52,7 @@ def attend(
     *,
     mask: Tensor | None = None,
     query_mask: Tensor | None = None,
+    weight: Tensor | None = None,
     target: Target | None = None,
 ) -> Tensor:
     """Attend from the query grid to the key grid; self-attention gathers and projects its input once.
@@ -63,6 +64,7 @@ def attend(
         value: The value grid, `(b, p, *n)`; it may be the key grid.
         mask: `(b, *n)`, True where a key is valid; None if all are.
         query_mask: `(b, *m)`, True where a query is valid; others are read as 0. None if all are valid.
+        weight: `(b, *n)`, the weights of keys, 0 where the mask is False (`grid.measure`); None if all weigh alike.
         target: The grid that the responses are added to, with an output projection only; see `Target`.
 
     Returns:
@@ -82,8 +84,9 @@ def attend(
     if is_recorded_for_tiles():
         call = call._replace(operator=call.operator.in_linear_order())
     keys, queries = call.operator.keys_from, call.operator.queries_from
-    gathered = _gather(fast, keys, key, mask)
-    values = gathered.positions if value is key else _gather(fast, keys, value, mask).positions
+    gathered = _gather(fast, keys, key, mask, weight=weight)
+    counts = None if weight is None else _gather(fast, keys, weight[:, None], mask).valid
+    values = gathered.positions if value is key else _gather(fast, keys, value, mask, weight=weight).positions
     same = itself and queries.gather == keys.gather
     query_positions = gathered if same else _gather(fast, queries, query, query_mask)
     key_part, gathered = run_part(call.key, gathered, keys.side_by_side)
@@ -92,17 +95,20 @@ def attend(
     else:
         query_part, query_positions = run_part(call.query, query_positions, queries.side_by_side)
     call, same = call._replace(query=query_part, key=key_part), query_positions is gathered
-    projected, summary = _summarize_positions(fast, call, gathered, values, mask is None, same)
+    projected, summary = _summarize_positions(fast, call, gathered, values, mask is None, same, counts)
     return _respond_positions(fast, call, query, query_positions, projected, summary, target=target)
 
 
-def summarize_grid(call: Call, grid: Tensor, *, mask: Tensor | None = None, place: Place | None = None) -> Summary:
+def summarize_grid(
+    call: Call, grid: Tensor, *, mask: Tensor | None = None, weight: Tensor | None = None, place: Place | None = None
+) -> Summary:
     """Summarize the keys and values of a grid, or of a tile at a `place`, whose summaries merge in any order."""
     fast = is_fast()
-    gathered = _gather(fast, call.operator.keys_from, grid, mask, place)
+    gathered = _gather(fast, call.operator.keys_from, grid, mask, place, weight)
+    counts = None if weight is None else _gather(fast, call.operator.keys_from, weight[:, None], mask, place).valid
     key, keys = run_part(call.key, gathered, call.operator.keys_from.side_by_side)
     complete = mask is None and place is None
-    return _summarize_positions(fast, call._replace(key=key), keys, gathered.positions, complete)[1]
+    return _summarize_positions(fast, call._replace(key=key), keys, gathered.positions, complete, counts=counts)[1]
 
 
 def respond_grid(
@@ -122,14 +128,31 @@ def respond_grid(
 
 
 # ---- shared by the steps ---------------------------------------------------------------------------------------------
-def _gather(fast: bool, where: Positions, grid: Tensor, mask: Tensor | None, place: Place | None = None) -> Gathered:
-    return axes.gather(where, grid, mask, place) if fast and not where.side_by_side else where.gather(grid, mask, place)
+def _gather(
+    fast: bool,
+    where: Positions,
+    grid: Tensor,
+    mask: Tensor | None,
+    place: Place | None = None,
+    weight: Tensor | None = None,
+) -> Gathered:
+    given = (grid, mask, place) if weight is None else (grid, mask, place, weight)
+    return axes.gather(where, *given) if fast and not where.side_by_side else where.gather(*given)
 
 
 def _summarize_positions(
-    fast: bool, call: Call, gathered: Gathered, values: Tensor, complete: bool, itself_queries: bool = False
+    fast: bool,
+    call: Call,
+    gathered: Gathered,
+    values: Tensor,
+    complete: bool,
+    itself_queries: bool = False,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor | None, Summary]:
-    """Return the queries `(b, h, d, n)` if they are projected too, as `itself_queries` may be, and the summary."""
+    """Return the queries `(b, h, d, n)` if they are projected too, as `itself_queries` may be, and the summary.
+
+    Where keys have weights, `counts` is what `valid` is without.
+    """
     part, side_by_side = call.value, call.operator.keys_from.side_by_side
     # With many latents, projecting the sums takes more MACs than projecting the values.
     if call.operator.slots and part.matrix is not None and call.count_work(0, 0, 0, 0).projects_values_first:
@@ -137,7 +160,7 @@ def _summarize_positions(
     if part.run is not None:
         part, (values, valid) = run_part(part, Gathered(values, gathered.valid), side_by_side)
         call, values = call._replace(value=part), values if complete else torch.where(valid > 0, values, 0)
-    result = table.summarize(call, gathered, values, complete, itself_queries) if fast else None
+    result = table.summarize(call, gathered, values, complete, itself_queries, counts is not None) if fast else None
     if result is None:
         key, shared = project_keys(call, gathered), call.value.matrix is not None
         itself_key = call.operator.reads_keys and call.key.matrix is None
@@ -146,7 +169,9 @@ def _summarize_positions(
         value = key if same else values[:, None] if shared else split_heads(values, call.heads)
         as_keys = itself_queries and call.query is call.key and side_by_side
         queries = key if as_keys and call.operator.reads_keys else None
-        result = queries, summarize(call.operator, key, value, gathered.valid[:, None], complete)
+        measure = gathered.valid[:, None]
+        valid, weights = (measure, None) if counts is None else (counts[:, None], measure)
+        result = queries, summarize(call.operator, key, value, valid, complete, weights)
     projected, summary = result
     if call.value.matrix is None:
         return projected, summary

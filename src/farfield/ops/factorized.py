@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
@@ -17,6 +17,7 @@ def averaged_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every position by its product with the query, divided by the number of positions.
 
@@ -37,7 +38,7 @@ def averaged_attention(
         >>> ops.averaged_attention(volume, volume, volume).shape
         torch.Size([2, 8, 5, 6, 7])
     """
-    return attend("averaged", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("averaged", query, key, value, heads, mask, query_mask, key_weight)
 
 
 @document_arguments
@@ -49,6 +50,7 @@ def factorized_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Sum the values with each key channel as weights, and combine the sums with the query channels as coefficients.
 
@@ -70,7 +72,7 @@ def factorized_attention(
         >>> ops.factorized_attention(text, text, text, heads=2).shape
         torch.Size([2, 8, 512])
     """
-    return attend("factorized", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("factorized", query, key, value, heads, mask, query_mask, key_weight)
 
 
 @document_arguments
@@ -82,6 +84,7 @@ def factorized_gaussian_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Average the values by a softmax of each key channel, and combine the means by a softmax of the query channels.
 
@@ -104,7 +107,7 @@ def factorized_gaussian_attention(
         >>> torch.allclose(ops.factorized_gaussian_attention(image, image, ones), ones)
         True
     """
-    return attend("factorized_gaussian", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("factorized_gaussian", query, key, value, heads, mask, query_mask, key_weight)
 
 
 @document_arguments
@@ -116,6 +119,7 @@ def dot_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend to every position by its product with the query, over the channels.
 
@@ -138,4 +142,4 @@ def dot_attention(
         >>> torch.allclose(*both, atol=1e-4)
         True
     """
-    return attend("dot", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("dot", query, key, value, heads, mask, query_mask, key_weight)

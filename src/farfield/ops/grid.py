@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farfield._checks import ShapeError
-from farfield.ops.modes import is_recorded_for_tiles
+from farfield._checks import ShapeError, check_positions
+from farfield._refusals import refusal
+from farfield.ops.modes import can_be_read, is_recorded_for_tiles
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # origin of a tile, size of the whole
 
@@ -28,6 +29,7 @@ class Gathered(NamedTuple):
     Attributes:
         positions: `(b, c, n)`; 0 where a position is masked.
         valid: `(b, 1, n)`; 1 where a position is valid, else 0. For axis sums the number of valid positions in each.
+            Where positions have weights, these and the sums of these.
     """
 
     positions: Tensor
@@ -50,7 +52,7 @@ class Positions(NamedTuple):
     """Where queries, or keys and values, come from.
 
     Attributes:
-        gather: `(grid, mask, place) -> Gathered`.
+        gather: `(grid, mask, place) -> Gathered`; where keys have weights it is given them too, as a fourth argument.
         scatter: `(responses (b, c, n), size, place) -> grid`; the default raises an error: only keys come from there.
         side_by_side: True if the positions of tiles are concatenated, False if they are added.
         normalize: `(responses, valid, spatial_dims) -> responses`, applied before the scatter; None changes nothing.
@@ -71,9 +73,39 @@ def accumulation(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def hide(grid: Tensor, mask: Tensor | None) -> Tensor:
-    """Set masked positions to 0, whatever they hold."""
-    return grid if mask is None else torch.where(mask[:, None], grid, 0)
+def hide(grid: Tensor, mask: Tensor | None, weight: Tensor | None = None) -> Tensor:
+    """Set masked positions to 0, whatever they hold, and multiply others with their weights."""
+    shown = grid if mask is None else torch.where(mask[:, None], grid, 0)
+    return shown if weight is None else shown * weight[:, None]
+
+
+def nonzero(sums: Tensor) -> Tensor:
+    """Return sums as divisors: 1 where one is 0, as so is what is divided by it."""
+    return torch.where(sums == 0, 1, sums)
+
+
+def check_weight(name: str, weight: Tensor | None, owner: str, grid: Tensor) -> None:
+    """Refuse weights that are not real numbers from 0, one for each position of the grid they belong to."""
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or weight.is_complex():
+        kind = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        fix = f"{name}.abs()" if isinstance(weight, Tensor) else f"torch.as_tensor({name})"
+        raise refusal(TypeError, f"{name} must be a tensor of real numbers, got {kind}; fix: {fix}.")
+    check_positions(name, weight, owner, grid)
+    if can_be_read(weight) and not bool(((weight >= 0) & weight.isfinite()).all()):
+        fix = f"{name}.nan_to_num(0, 0, 0).clamp_min(0), where 0 masks a position."
+        numbers = f"{float(weight.min()):.4g} to {float(weight.max()):.4g}"
+        raise refusal(ValueError, f"{name} must be finite and not negative, got {numbers}; fix: {fix}")
+
+
+def measure(mask: Tensor | None, weight: Tensor | None, grid: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the valid positions of a grid and their weights: a weight of 0 masks, and a masked position weighs 0."""
+    if weight is None:
+        return mask, None
+    weight = weight.to(accumulation(grid.dtype))
+    valid = weight > 0 if mask is None else mask & (weight > 0)
+    return valid, torch.where(valid, weight, 0)
 
 
 def _valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
@@ -88,9 +120,12 @@ def _valid_positions(grid: Tensor, mask: Tensor | None) -> Tensor:
 
 
 # ---- all positions ---------------------------------------------------------------------------------------------------
-def flatten(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
+def flatten(
+    grid: Tensor, mask: Tensor | None = None, place: Place | None = None, weight: Tensor | None = None
+) -> Gathered:
     """Gather every position (KAN §2.2, unfolding along the channel mode); without a mask, as a view."""
-    return Gathered(hide(grid, mask).flatten(2), _valid_positions(grid, mask).flatten(2))
+    valid = _valid_positions(grid, mask) if weight is None else weight[:, None]
+    return Gathered(hide(grid, mask).flatten(2), valid.flatten(2))
 
 
 def unflatten(responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
@@ -110,7 +145,9 @@ class Pool:
         """Return the size of a window along each axis."""
         return (self.size,) * spatial_dims if isinstance(self.size, int) else self.size
 
-    def __call__(self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
+    def __call__(
+        self, grid: Tensor, mask: Tensor | None = None, place: Place | None = None, weight: Tensor | None = None
+    ) -> Gathered:
         """Pool a grid; the windows of a tile must be windows of the whole, so tiles start at multiples of `size`."""
         spatial_dims = grid.dim() - 2
         sizes = self.windows(spatial_dims)
@@ -123,13 +160,16 @@ class Pool:
             name = "even indices" if set(sizes) == {2} else f"multiples of {sizes}"
             raise ShapeError(f"pooled: a tile must start at {name}, got origin={place[0]}; fix: shift the tiles.")
         valid = _valid_positions(grid, mask)
+        counts = windows(valid, sizes, 0).sum(-1)
+        totals = counts if weight is None else windows(weight[:, None], sizes, 0).sum(-1)
         if self.kind == "mean":
-            shown = hide(grid, mask).to(valid.dtype)
-            sums, counts = (windows(each, sizes, 0).sum(-1).flatten(2) for each in (shown, valid))
-            return Gathered((sums / counts.clamp_min(1)).to(grid.dtype), (counts > 0).to(valid.dtype))
-        positions = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
-        positions, valid = windows(positions, sizes, -torch.inf).amax(-1), windows(valid, sizes, 0).amax(-1)
-        return Gathered(torch.where(valid > 0, positions, 0).flatten(2), valid.flatten(2))
+            sums = windows(hide(grid, mask, weight).to(valid.dtype), sizes, 0).sum(-1)
+            positions = (sums / nonzero(totals)).to(grid.dtype)
+        else:
+            positions = grid if mask is None else grid.masked_fill(~mask[:, None], -torch.inf)
+            positions = torch.where(counts > 0, windows(positions, sizes, -torch.inf).amax(-1), 0)
+        # A window counts for one position: it weighs what its valid ones do at the mean.
+        return Gathered(positions.flatten(2), (totals / nonzero(counts)).flatten(2))
 
 
 def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
@@ -145,9 +185,12 @@ def windows(grid: Tensor, sizes: tuple[int, ...], fill: float) -> Tensor:
 
 
 # ---- axes ------------------------------------------------------------------------------------------------------------
-def axis_sums(grid: Tensor, mask: Tensor | None = None, place: Place | None = None) -> Gathered:
+def axis_sums(
+    grid: Tensor, mask: Tensor | None = None, place: Place | None = None, weight: Tensor | None = None
+) -> Gathered:
     """Gather the sums over all other axes and their numbers of valid positions, for each index of an axis (KAN 14)."""
-    return Gathered(along_axes(hide(grid, mask), place), valid_counts(grid, mask, place))
+    counts = valid_counts(grid, mask, place) if weight is None else along_axes(weight[:, None], place)
+    return Gathered(along_axes(hide(grid, mask, weight), place), counts)
 
 
 def along_axes(grid: Tensor, place: Place | None = None) -> Tensor:

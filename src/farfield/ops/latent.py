@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from farfield._checks import check_whole
@@ -51,6 +51,7 @@ def flare_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Average the values into a slot for each latent, and average the slots for each query.
 
@@ -73,6 +74,4 @@ def flare_attention(
         >>> ops.flare_attention(volume, volume, volume, latents=latents, heads=2).shape
         torch.Size([2, 8, 5, 6, 7])
     """
-    return attend(
-        "flare", query, key, value, heads=heads, mask=mask, query_mask=query_mask, learned={"latents": latents}
-    )
+    return attend("flare", query, key, value, heads, mask, query_mask, key_weight, learned={"latents": latents})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from farfield.ops.attend import attend, document_arguments
@@ -17,6 +17,7 @@ def linear_relu_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Average the values with products of the positive parts of queries and keys as weights.
 
@@ -37,7 +38,7 @@ def linear_relu_attention(
         >>> ops.linear_relu_attention(image, image, image).shape
         torch.Size([2, 8, 7, 7])
     """
-    return attend("linear_relu", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("linear_relu", query, key, value, heads, mask, query_mask, key_weight)
 
 
 @document_arguments
@@ -49,6 +50,7 @@ def linear_elu_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Average the values with products of positive features of queries and keys as weights.
 
@@ -69,7 +71,7 @@ def linear_elu_attention(
         >>> torch.allclose(ops.linear_elu_attention(image, image, ones), ones)
         True
     """
-    return attend("linear_elu", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("linear_elu", query, key, value, heads, mask, query_mask, key_weight)
 
 
 @document_arguments
@@ -83,6 +85,7 @@ def hedgehog_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Average the values with products of learned features, which are trained to weigh as a softmax does.
 
@@ -106,7 +109,7 @@ def hedgehog_attention(
         torch.Size([2, 8, 512])
     """
     learned = {"query_map": query_map, "key_map": key_map}
-    return attend("hedgehog", query, key, value, heads=heads, mask=mask, query_mask=query_mask, learned=learned)
+    return attend("hedgehog", query, key, value, heads, mask, query_mask, key_weight, learned=learned)
 
 
 @document_arguments
@@ -118,6 +121,7 @@ def inline_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by products of queries and keys that are shifted, and not divided, to weights that sum to 1.
 
@@ -138,7 +142,7 @@ def inline_attention(
         >>> torch.allclose(ops.inline_attention(image, image, ones), ones, atol=1e-5)
         True
     """
-    return attend("inline", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("inline", query, key, value, heads, mask, query_mask, key_weight)
 
 
 @document_arguments
@@ -150,6 +154,7 @@ def mala_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by products of positive features, scaled and shifted so that the length of a query counts.
 
@@ -172,4 +177,4 @@ def mala_attention(
         >>> torch.allclose(ops.mala_attention(image, image, ones), ones, atol=1e-4)
         True
     """
-    return attend("mala", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("mala", query, key, value, heads, mask, query_mask, key_weight)

@@ -104,6 +104,13 @@ def is_recorded_by_autograd(*arguments: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments)
 
 
+def can_be_read(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor are there and may be looked at in Python."""
+    if is_recorded() or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or not is_itself(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def are_themselves(*arguments: object) -> bool:
     """Whether no transform of torch.func wraps an argument that is a tensor, and none carries a tangent."""
     return all(is_itself(each) for each in arguments if isinstance(each, Tensor))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farfield.ops.grid import accumulation
+from farfield.ops.grid import accumulation, nonzero
 
 
 class Moments(NamedTuple):
@@ -25,9 +25,9 @@ def _position_moments(positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor,
     """Mean `(b, h, d, 1)`, covariance `(b, h, d, d)` and count `(b, 1, 1, 1)` of valid positions `(b, h, d, n)`."""
     positions, valid = positions.to(accumulation(positions.dtype)), valid.to(accumulation(positions.dtype))
     count = valid.sum(-1, keepdim=True)
-    mean = (positions * valid).sum(-1, keepdim=True) / count.clamp_min(1)
-    centred = (positions - mean) * valid
-    return mean, centred @ centred.mT / count.clamp_min(1), count
+    mean = (positions * valid).sum(-1, keepdim=True) / nonzero(count)
+    centred = positions - mean
+    return mean, (centred * valid) @ centred.mT / nonzero(count), count
 
 
 def pooled_moments(mean: Tensor, variance: Tensor, count: Tensor) -> Moments:
@@ -47,7 +47,8 @@ def product_moments(
     samples; all pairs have the same weight, so a sample's share is n_q·n_k. With `columns`, the mean of each query's
     products, which the softmax does not depend on, is subtracted: mean = 0 and variance = q̄ᵀ C_k q̄ + tr(C_q C_k).
 
-    Queries are `(b, h, d, m)`, keys `(b, h, d, r)`, and `(b, 1, 1, m)` and `(b, 1, 1, r)` are 1 where they are valid.
+    Queries are `(b, h, d, m)`, keys `(b, h, d, r)`, and `(b, 1, 1, m)` and `(b, 1, 1, r)` are 1 where they are valid,
+    or their weights.
 
     Cost:
         b·h·d²·(m + r) MACs, in place of b·h·d·m·r and a matrix of b·h·m·r numbers.

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from farfield.ops.grid import Gathered
+from farfield.ops.grid import Gathered, nonzero
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator
 from farfield.ops.work import Work, is_composed
@@ -156,7 +156,7 @@ def run_part(projection: Projection, gathered: Gathered, side_by_side: bool) -> 
     (matrix, bias, run, _), (positions, valid) = projection, gathered
     if run is None:
         return projection, gathered
-    made = run(positions) if side_by_side else run(positions / valid.clamp_min(1)) * valid
+    made = run(positions) if side_by_side else run(positions / nonzero(valid)) * valid
     source = (positions, run.matrix, run.bias) if isinstance(run, LinearRun) else None
     return Projection(matrix, bias, None, source), Gathered(made, valid)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Real
 from torch import Tensor
 
 from farfield._checks import check_same_kind, shape_error
@@ -20,6 +20,7 @@ def siamese_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the siamese similarity: a local term from the query and a global one from the keys.
 
@@ -40,9 +41,7 @@ def siamese_attention(
         >>> ops.siamese_attention(text, text, text, weight=torch.ones(64), heads=4).shape
         torch.Size([2, 64, 512])
     """
-    return attend(
-        "siamese", query, key, value, heads=heads, mask=mask, query_mask=query_mask, learned={"weight": weight}
-    )
+    return attend("siamese", query, key, value, heads, mask, query_mask, key_weight, learned={"weight": weight})
 
 
 @document_arguments
@@ -55,6 +54,7 @@ def siamese_local_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the local term of siamese attention alone.
 
@@ -75,9 +75,7 @@ def siamese_local_attention(
         >>> ops.siamese_local_attention(text, text, text, weight=torch.ones(64)).shape
         torch.Size([2, 64, 512])
     """
-    return attend(
-        "siamese_local", query, key, value, heads=heads, mask=mask, query_mask=query_mask, learned={"weight": weight}
-    )
+    return attend("siamese_local", query, key, value, heads, mask, query_mask, key_weight, learned={"weight": weight})
 
 
 @document_arguments
@@ -89,6 +87,7 @@ def siamese_ones_attention(
     heads: int = 1,
     mask: Bool[Tensor, " b *n"] | None = None,
     query_mask: Bool[Tensor, " b *m"] | None = None,
+    key_weight: Real[Tensor, " b *n"] | None = None,
 ) -> Float[Tensor, "b p *m"]:
     """Attend by the siamese similarity with a vector of ones in place of a learned one.
 
@@ -108,7 +107,7 @@ def siamese_ones_attention(
         >>> ops.siamese_ones_attention(text, text, text, heads=4).shape
         torch.Size([2, 64, 512])
     """
-    return attend("siamese_ones", query, key, value, heads=heads, mask=mask, query_mask=query_mask)
+    return attend("siamese_ones", query, key, value, heads, mask, query_mask, key_weight)
 
 
 @door("siamese_similarity")

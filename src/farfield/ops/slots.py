@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farfield._checks import shape_error
 from farfield._refusals import put_name
+from farfield.ops.grid import nonzero
 from farfield.ops.modes import full_precision, is_recorded_for_onnx
 
 
@@ -36,11 +37,13 @@ class Summary(NamedTuple):
         values: `(b, h, r, c)`, the sum over positions of weight · value; h is 1 where heads share the values.
         weights: `(b, h, r, 1)`, the sum over positions of weight, by which a bias of the values is multiplied; h is 1
             where heads share the weights.
-        count: `(b, 1, 1, 1)`, the number of valid keys.
+        count: `(b, 1, 1, 1)`, the number of valid keys, or the sum of their weights.
         keys: `(b, h, r, d)`, the sum of a slot's keys, for operators that compare queries with the keys of slots.
         peak: `(b, h, r, 1)`, the maximum that exponents are relative to.
         side_by_side: True if slots are positions, which merging concatenates; False if merging adds them.
         complete: True if every slot is known to hold a valid position, so that no slot needs a mask.
+        positions: `(b, 1, r, 1)`, the number of valid positions in a slot, for operators that compare queries with
+            slots whose keys have weights; None where that is `weights`.
     """
 
     values: Tensor
@@ -50,6 +53,7 @@ class Summary(NamedTuple):
     peak: Tensor | None = None
     side_by_side: bool = False
     complete: bool = False
+    positions: Tensor | None = None
 
     def merge(self, other: Summary) -> Summary:
         """Return the summary of these positions and those of `other`.
@@ -68,6 +72,7 @@ class Summary(NamedTuple):
         def join(slots: Tensor, others: Tensor) -> Tensor:
             return torch.cat([slots, others], 2) if self.side_by_side else slots + others
 
+        counts = [part.weights if part.positions is None else part.positions for part in (self, other)]
         return Summary(
             join(self.values, other.values),
             join(self.weights, other.weights),
@@ -76,6 +81,7 @@ class Summary(NamedTuple):
             peak,
             self.side_by_side,
             self.complete and other.complete,
+            None if self.positions is None and other.positions is None else join(*counts),
         )
 
     def detach(self) -> Summary:
@@ -209,15 +215,29 @@ def query_and_one(score: Tensor, summary: Summary) -> Tensor:
 
 def products(query: Tensor, summary: Summary) -> Tensor:
     """FA 6: the coefficient matrix E = KᵀQ."""
-    return cast(Tensor, summary.keys).to(query.dtype) @ query
+    return keys_of_slots(summary).to(query.dtype) @ query
+
+
+def keys_of_slots(summary: Summary) -> Tensor:
+    """The sums of the keys of slots without their weights, which the sums of values have."""
+    keys = cast(Tensor, summary.keys)
+    return keys if summary.positions is None else keys * (summary.positions / nonzero(summary.weights))
+
+
+def shares(summary: Summary) -> Tensor:
+    """What slots `(b, 1, r, 1)` whose keys have weights count for: the mean weight of their valid positions."""
+    return summary.weights / nonzero(cast(Tensor, summary.positions))
 
 
 def softmax_of_products(query: Tensor, summary: Summary) -> Tensor:
     """KAN 1: softmax of KᵀQ over slots that hold a valid position; `respond` computes the same without calling it."""
     valid = summary.weights > 0  # (b, 1, r, 1)
-    means = summary._replace(keys=cast(Tensor, summary.keys) / weight(query, summary))
+    means = summary._replace(keys=cast(Tensor, summary.keys) / weight(query, summary), positions=None)
     hidden = ~valid & valid.any(2, keepdim=True)  # nothing is hidden in a sample without valid slots: no NaN
-    return torch.where(valid, products(query, means).masked_fill(hidden, -torch.inf).softmax(2), 0)
+    logits = products(query, means)
+    if summary.positions is not None:
+        logits = logits + nonzero(shares(summary)).log()
+    return torch.where(valid, logits.masked_fill(hidden, -torch.inf).softmax(2), 0)
 
 
 @dataclass(frozen=True)
@@ -267,19 +287,19 @@ MALA_EPSILON = 1e-6
 
 def _products_with_means(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> Tensor:
     """Return φ(q) s times the mean of φ(k), channel by channel `(b, h, r, m)`, s = 1/√d; the last slot has none."""
-    means = summary.weights[:, :, :-1] / position(query, summary)
+    means = summary.weights[:, :, :-1] / nonzero(summary.count)
     return query.shape[2] ** -0.5 * features(query.to(means.dtype)) * means
 
 
 # ---- per(query, summary): the divisor of a slot's sum ----------------------------------------------------------------
 def weight(query: Tensor, summary: Summary) -> Tensor:
     """The slot's weight, by which its sum becomes a weighted mean; 1 for a slot of weight 0."""
-    return torch.where(summary.weights == 0, 1, summary.weights)
+    return nonzero(summary.weights)
 
 
 def position(query: Tensor, summary: Summary) -> Tensor:
-    """The number of valid positions, or the sum of their weights; 1 where that is 0."""
-    return torch.where(summary.count == 0, 1, summary.count)
+    """The number of valid positions, or the sum of their weights; 1 without one."""
+    return nonzero(summary.count)
 
 
 def channel(query: Tensor, summary: Summary) -> int:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fused import fused_attention
-from farfield.ops.grid import accumulation
+from farfield.ops.grid import accumulation, nonzero
 from farfield.ops.modes import autocast_dtype, full_precision, is_recorded, is_recorded_for_onnx, is_recorded_for_tiles
-from farfield.ops.slots import Summary, softmax_of_products, weight
+from farfield.ops.slots import Summary, shares, softmax_of_products, weight
 from farfield.ops.table import Operator
 
 # Most positions that one matrix product sums, and the size of a block. The error of a product grows with the root of
@@ -31,7 +32,14 @@ WIDENED = 16384
 SMALL = 8
 
 
-def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, complete: bool = False) -> Summary:
+def summarize(
+    operator: Operator,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor,
+    complete: bool = False,
+    key_weight: Tensor | None = None,
+) -> Summary:
     """Summarize keys and values: the sum over positions of basis(key) ⊗ value.
 
     Args:
@@ -40,6 +48,8 @@ def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, com
         value: `(b, h, c, n)`, or `(b, 1, c, n)` if every head takes all channels; 0 in masked positions.
         valid: `(b, 1, 1, n)`, 1 where a position is valid, else 0; for axis sums the number of valid positions in each.
         complete: True if no position is masked, so that no slot needs a mask.
+        key_weight: `(b, 1, 1, n)`, the weight of each key, more than 0 where it is valid and 0 where not: one of weight
+            3 is three equal keys. For axis sums, which have the weights already, the sums of them. None: as `valid`.
 
     Returns:
         The summary, in float32 or wider if slots are sums.
@@ -58,19 +68,23 @@ def summarize(operator: Operator, key: Tensor, value: Tensor, valid: Tensor, com
         torch.Size([2, 1, 8, 30])
     """
     if operator.basis is None:  # each position is a slot of its own
+        side_by_side = operator.keys_from.side_by_side
+        measure, counts = (valid, None) if key_weight is None else (key_weight, valid.transpose(-2, -1))
+        if side_by_side and key_weight is not None:
+            weighted = key * key_weight
+            key, value = weighted, weighted if value is key else value * key_weight
         values = value.transpose(-2, -1)
         keys = values if key is value else key.transpose(-2, -1)
-        side_by_side = operator.keys_from.side_by_side
-        return Summary(values, valid.transpose(-2, -1), valid.sum(-1, keepdim=True), keys, None, side_by_side, complete)
+        weights, count = measure.transpose(-2, -1), measure.sum(-1, keepdim=True)
+        return Summary(values, weights, count, keys, None, side_by_side, complete, counts)
     with full_precision(value):
         dtype = accumulation(value.dtype)
         # A compiled loop would have a fixed length; compiled code converts to float32 as it reads.
-        if dtype == value.dtype or is_recorded():
-            return _sum_positions(operator.basis, key.to(dtype), value.to(dtype), valid, complete)
-        positions = zip(key.split(WIDENED, -1), value.split(WIDENED, -1), valid.split(WIDENED, -1), strict=True)
-        return _merge_all(
-            [_sum_positions(operator.basis, k.to(dtype), v.to(dtype), r, complete) for k, v, r in positions]
-        )
+        whole = dtype == value.dtype or is_recorded()
+        parts = [(each,) if whole else each.split(WIDENED, -1) for each in (key, value, valid)]
+        every = [None] * len(parts[0]) if key_weight is None else key_weight.split(parts[0][0].shape[-1], -1)
+        pieces = zip(*parts, every, strict=True)
+        return _merge_all([_sum_positions(operator, k.to(dtype), v.to(dtype), r, complete, w) for k, v, r, w in pieces])
 
 
 def _merge_all(parts: list[Summary]) -> Summary:
@@ -82,20 +96,24 @@ def _merge_all(parts: list[Summary]) -> Summary:
 
 
 def _sum_positions(
-    weigh: Callable[..., tuple[Tensor, Tensor | None]], key: Tensor, value: Tensor, valid: Tensor, complete: bool
+    operator: Operator, key: Tensor, value: Tensor, valid: Tensor, complete: bool, key_weight: Tensor | None
 ) -> Summary:
-    """Summarize positions, `weigh` being the operator's basis."""
-    basis, peak = weigh(key, valid)  # (b, h, r, n)
+    """Summarize positions by the operator's basis."""
+    basis, peak = cast(Callable[..., Any], operator.basis)(key, valid)  # (b, h, r, n)
     basis = basis if complete else basis.masked_fill(valid == 0, 0)  # a projection can make NaN of a masked zero
-    weights = (basis if complete else basis * valid).sum(-1, keepdim=True)
+    measure = valid if key_weight is None else key_weight
+    weighted = basis if complete and key_weight is None else basis * measure
+    weights = weighted.sum(-1, keepdim=True)
+    if key_weight is not None and operator.keys_from.side_by_side:  # else the values are sums, which have the weights
+        basis = weighted
     # Values that heads share are read once for all heads.
     if value.shape[1] < basis.shape[1] and not is_recorded_for_onnx():
         values = sum_over_positions(basis.flatten(1, 2), value[:, 0]).unflatten(1, basis.shape[1:3])
     else:
         values = sum_over_positions(basis, value)
     size = (*valid.shape[:-1], 1)
-    known = complete and not is_recorded_for_tiles()
-    count = valid.new_full(size, valid.shape[-1]) if known else valid.sum(-1, keepdim=True)
+    known = complete and key_weight is None and not is_recorded_for_tiles()
+    count = valid.new_full(size, valid.shape[-1]) if known else measure.sum(-1, keepdim=True)
     return Summary(values, weights, count, None, peak, False, complete)
 
 
@@ -152,6 +170,8 @@ def respond(operator: Operator, query: Tensor, summary: Summary, scale: float = 
     if operator.coefficients is softmax_of_products:  # by torch's kernel, or by two products
         same = summary.keys is summary.values and operator.per is weight
         keys = slots if same else (cast(Tensor, summary.keys) / weight(query, summary)).to(query.dtype)
+        if summary.positions is not None:
+            return _weighted_softmax(query, keys, slots, summary, scale)
         if summary.complete and _matrix_is_small(query, slots):
             query = query if scale == 1 else query * scale
             return slots.mT @ (query.mT @ keys.mT).softmax(-1).mT
@@ -160,10 +180,16 @@ def respond(operator: Operator, query: Tensor, summary: Summary, scale: float = 
 
 
 def attend_heads(
-    operator: Operator, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, complete: bool
+    operator: Operator,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor,
+    complete: bool,
+    key_weight: Tensor | None = None,
 ) -> Tensor:
     """Attend with queries, keys and values that are split into heads: `respond(query, summarize(key, value))`."""
-    return respond(operator, query, summarize(operator, key, value, valid, complete))
+    return respond(operator, query, summarize(operator, key, value, valid, complete, key_weight))
 
 
 def _matrix_is_small(query: Tensor, slots: Tensor) -> bool:
@@ -172,6 +198,20 @@ def _matrix_is_small(query: Tensor, slots: Tensor) -> bool:
     if is_recorded() or autocast_dtype(query) is not None or query.dtype != accumulation(query.dtype):
         return False
     return max(query.shape[-1], slots.shape[2]) <= SMALL * min(query.shape[2], slots.shape[3])
+
+
+def _weighted_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:
+    """Combine slots in float32 by `_fused_softmax`; one channel more adds the logarithms of shares to the products."""
+    with full_precision(query):
+        (depth, width), dtype = (keys.shape[3], slots.shape[3]), accumulation(query.dtype)
+        logarithms = nonzero(shares(summary)).log().to(dtype).expand(-1, keys.shape[1], -1, -1)
+        wide = query.to(dtype) * scale
+        wide = torch.cat([wide, torch.ones_like(wide[:, :, :1])], 2)
+        # Kernels take queries, keys and values of as many channels, on a GPU a multiple of 4.
+        more = -(depth + 1) % 4
+        keys = F.pad(torch.cat([keys.to(dtype), logarithms], 3), (0, more))
+        slots = F.pad(slots.to(dtype), (0, 1 + more if width == depth else 0))
+        return _fused_softmax(F.pad(wide, (0, 0, 0, more)), keys, slots, summary, 1.0)[:, :, :width].to(query.dtype)
 
 
 def _fused_softmax(query: Tensor, keys: Tensor, slots: Tensor, summary: Summary, scale: float) -> Tensor:

@@ -424,8 +424,9 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
         module.register_forward_hook(end)
         if is_layer(module):
             layer = RecordedLayer(path, network.get_submodule(path))
-            vars(module)["forward"] = partial(_run_as_one, len(recorder.layers), path)
-            recorder.layers.append((layer, partial(type(module).forward, module)))
+            forward = partial(type(module).forward, module)
+            vars(module)["forward"] = partial(_run_as_one, len(recorder.layers), path, forward)
+            recorder.layers.append((layer, forward))
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -438,12 +439,17 @@ def is_layer(module: nn.Module) -> bool:
 def _run_as_one(
     number: int,
     path: str,
+    forward: partial[Tensor],
     grid: Tensor,
     context: Tensor | None = None,
     *,
     mask: Tensor | None = None,
     context_mask: Tensor | None = None,
+    context_weight: Tensor | None = None,
 ) -> Tensor:
     if context is not None or context_mask is not None:
         raise RecordingError(f"{path} attends to a context; only self-attention runs in tiles")
-    return torch.ops.farfield_streaming.layer(number, grid, mask)
+    if context_weight is not None:  # by its operations, which are sums over positions
+        return forward(grid, mask=mask, context_weight=context_weight)
+    result: Tensor = torch.ops.farfield_streaming.layer(number, grid, mask)
+    return result

@@ -14,15 +14,20 @@ Head = Callable[..., Array]  # of the queries, keys, values and masks of a sampl
 
 
 def valid_positions(mask: Mask) -> list[Position]:
-    """The positions where a mask is True."""
+    """The positions where a mask is True, or a weight more than 0."""
     return [position for position in np.ndindex(mask.shape) if mask[position]]
 
 
-def softmax_of(scores: Sequence[float]) -> Array:
-    """exp(score) / Σ exp(score), of no scores none."""
+def measure_of(mask: Mask | Array, positions: Iterable[Position]) -> list[float]:
+    """The weights of positions, of a mask 1."""
+    return [float(mask[position]) for position in positions]
+
+
+def softmax_of(scores: Sequence[float], weights: Sequence[float] | None = None) -> Array:
+    """W · exp(score) / Σ w · exp(score), w = 1 without weights; of no scores none."""
     if not len(scores):
         return np.zeros(0)
-    exponentials = np.exp(np.asarray(scores) - max(scores))
+    exponentials = np.exp(np.asarray(scores) - max(scores)) * np.asarray([1.0] if weights is None else weights)
     return exponentials / exponentials.sum()
 
 
@@ -68,17 +73,19 @@ def each_head(
     return out
 
 
-def attend(q: Array, keys: list[Array], values: list[Array], scale: float, channels: int) -> Array:
-    """response_i = Σ_j softmax_j(scale · k_jᵀ q_i) v_j (KAN Eq. 1)."""
+def attend(
+    q: Array, keys: list[Array], values: list[Array], scale: float, channels: int, measure: list[float] | None = None
+) -> Array:
+    """response_i = Σ_j softmax_j(scale · k_jᵀ q_i + log w_j) v_j (KAN Eq. 1), w the weights of keys."""
     out = np.zeros((channels, *q.shape[1:]))
     for i in np.ndindex(q.shape[1:]):
-        weights = softmax_of([scale * float(key @ q[:, *i]) for key in keys])
+        weights = softmax_of([scale * float(key @ q[:, *i]) for key in keys], measure)
         out[:, *i] = weighted_sum(weights, values, channels)
     return out
 
 
 def sum_over_keys(
-    similarity: Callable[[Array, Array, Array, int], float],
+    similarity: Callable[[Array, Array, Array, float], float],
     query: Array,
     key: Array,
     value: Array,
@@ -87,14 +94,18 @@ def sum_over_keys(
     mask: Mask | None,
     weight: Array | None = None,
 ) -> Array:
-    """response_i = Σ_j similarity(q_i, k_j, w, N) v_j, a pair of positions at a time; N is the number of valid keys."""
+    """response_i = Σ_j similarity(q_i, k_j, w, N) v_j, a pair of positions at a time; N is the number of valid keys.
+
+    Keys of weights are as many keys each.
+    """
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, w: Array) -> Array:
         positions = valid_positions(valid)
+        measure = measure_of(valid, positions)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
-            for j in positions:
-                out[:, *i] += similarity(q[:, *i], k[:, *j], w, len(positions)) * v[:, *j]
+            for j, times in zip(positions, measure, strict=True):
+                out[:, *i] += times * similarity(q[:, *i], k[:, *j], w, sum(measure)) * v[:, *j]
         return out
 
     weight = np.ones(query.shape[1]) if weight is None else weight

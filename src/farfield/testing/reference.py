@@ -1,8 +1,8 @@
 """Every equation of the papers again, as plain float64 loops over positions.
 
 Written from the papers and not from the library, slow on purpose, and used only by tests. A grid is an array
-`(batch, channels, *size)`, a mask an array `(batch, *size)` that is True where a position is valid. A masked position
-is never read.
+`(batch, channels, *size)`, a mask an array `(batch, *size)` that is True where a position is valid; that of keys may
+hold their weights, 0 where one is masked. A masked position is never read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from farfield.testing.loops import (
     Position,
     attend,
     each_head,
+    measure_of,
     softmax_of,
     sum_over_keys,
     valid_positions,
@@ -30,8 +31,9 @@ def softmax(
     """KAN Eq. 1, SAN Eq. 1, FA Eq. 9: response_i = Σ_j softmax_j(k_jᵀ q_i) v_j."""
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
-        keys, values = ([grid[:, *j] for j in valid_positions(valid)] for grid in (k, v))
-        return attend(q, keys, values, scale, v.shape[0])
+        positions = valid_positions(valid)
+        keys, values = ([grid[:, *j] for j in positions] for grid in (k, v))
+        return attend(q, keys, values, scale, v.shape[0], measure_of(valid, positions))
 
     return each_head(head, query, key, value, heads=heads, mask=mask)
 
@@ -59,14 +61,16 @@ def softmax_pooled(
 ) -> Array:
     """KAN Table 2 ("+Pool", Wang et al. 2018): `softmax` whose keys and values are pooled first, channel by channel."""
 
-    def pooled(grid: Array, members: list[Position]) -> Array:
+    def pooled(grid: Array, members: list[Position], measure: list[float]) -> Array:
         vectors = np.stack([grid[:, *j] for j in members])
-        return vectors.max(axis=0) if kind == "max" else vectors.mean(axis=0)
+        return vectors.max(axis=0) if kind == "max" else np.average(vectors, axis=0, weights=measure)
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
         windows = _windows(valid, (size,) * valid.ndim if isinstance(size, int) else size)
-        keys, values = [pooled(k, members) for members in windows], [pooled(v, members) for members in windows]
-        return attend(q, keys, values, scale, v.shape[0])
+        measures = [measure_of(valid, members) for members in windows]
+        keys, values = ([pooled(grid, *each) for each in zip(windows, measures, strict=True)] for grid in (k, v))
+        # A window counts for one position, of the mean weight of its valid ones.
+        return attend(q, keys, values, scale, v.shape[0], [float(np.mean(each)) for each in measures])
 
     return each_head(head, query, key, value, heads=heads, mask=mask)
 
@@ -87,7 +91,7 @@ def factorized(query: Array, key: Array, value: Array, *, heads: int = 1, mask: 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
         context = np.zeros((v.shape[0], k.shape[0]))
         for j in valid_positions(valid):
-            context += np.outer(v[:, *j], k[:, *j])
+            context += float(valid[j]) * np.outer(v[:, *j], k[:, *j])
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             out[:, *i] = context @ q[:, *i] / k.shape[0]
@@ -102,8 +106,9 @@ def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
         positions = valid_positions(valid)
         values = [v[:, *j] for j in positions]
+        measure = measure_of(valid, positions)
         context = [
-            weighted_sum(softmax_of([float(k[r, *j]) for j in positions]), values, v.shape[0])
+            weighted_sum(softmax_of([float(k[r, *j]) for j in positions], measure), values, v.shape[0])
             for r in range(k.shape[0])
         ]
         out = np.zeros((v.shape[0], *q.shape[1:]))
@@ -114,14 +119,20 @@ def factorized_gaussian(query: Array, key: Array, value: Array, *, heads: int = 
     return each_head(head, query, key, value, heads=heads, mask=mask)
 
 
+def _lines(valid: Mask) -> list[list[Position]]:
+    """The valid positions of each index of each axis."""
+    positions = valid_positions(valid)
+    return [
+        [j for j in positions if j[axis] == index] for axis, length in enumerate(valid.shape) for index in range(length)
+    ]
+
+
 def _axis_vectors(grid: Array, valid: Mask) -> list[Array | None]:
     """KAN Eq. 14–15 for one sample: for each index of each axis, the mean of the valid positions of that slice."""
-    vectors: list[Array | None] = []
-    for axis, length in enumerate(valid.shape):
-        for index in range(length):
-            members = [grid[:, *j] for j in valid_positions(valid) if j[axis] == index]
-            vectors.append(sum(members) / len(members) if members else None)
-    return vectors
+    return [
+        np.average([grid[:, *j] for j in line], axis=0, weights=measure_of(valid, line)) if line else None
+        for line in _lines(valid)
+    ]
 
 
 def axis_means(grid: Array, mask: Mask | None = None) -> Array:
@@ -145,10 +156,11 @@ def outer_sum(vectors: Array, size: tuple[int, ...]) -> Array:
     return out
 
 
-def _axis_keys_and_values(k: Array, v: Array, valid: Mask) -> tuple[list[Array], list[Array]]:
-    pairs = zip(_axis_vectors(k, valid), _axis_vectors(v, valid), strict=True)
-    present = [(key, value) for key, value in pairs if key is not None and value is not None]
-    return [key for key, _ in present], [value for _, value in present]
+def _attend_to_axes(q: Array, k: Array, v: Array, valid: Mask, scale: float) -> Array:
+    keys, values = ([each for each in _axis_vectors(grid, valid) if each is not None] for grid in (k, v))
+    # A line counts for one position, of the mean weight of its valid ones.
+    measure = [float(np.mean(measure_of(valid, line))) for line in _lines(valid) if line]
+    return attend(q, keys, values, scale, v.shape[0], measure)
 
 
 def kronecker_kv(
@@ -157,7 +169,7 @@ def kronecker_kv(
     """KAN Eq. 16: attn(X, C, C): queries from every position, keys and values from the axes' means."""
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
-        return attend(q, *_axis_keys_and_values(k, v, valid), scale, v.shape[0])
+        return _attend_to_axes(q, k, v, valid, scale)
 
     return each_head(head, query, key, value, heads=heads, mask=mask)
 
@@ -175,9 +187,8 @@ def kronecker_qkv_literal(
     """KAN Eq. 17–18: attn(C, C, C), queries are the axes' means too; their responses are added by outer sum."""
 
     def head(q: Array, k: Array, v: Array, valid: Mask, query_valid: Mask) -> Array:
-        keys, values = _axis_keys_and_values(k, v, valid)
         queries = [np.zeros(q.shape[0]) if vector is None else vector for vector in _axis_vectors(q, query_valid)]
-        responses = attend(np.stack(queries, axis=1), keys, values, scale, v.shape[0])
+        responses = _attend_to_axes(np.stack(queries, axis=1), k, v, valid, scale)
         return outer_sum(responses[None], q.shape[1:])[0]
 
     return each_head(head, query, key, value, heads=heads, mask=mask, query_mask=query_mask)
@@ -222,7 +233,7 @@ def siamese(
 ) -> Array:
     """SAN Eq. 5, its first line: response_i = (1/N) Σ_j v_j (q_i + k_j)ᵀ w."""
 
-    def similarity(q: Array, k: Array, w: Array, n: int) -> float:
+    def similarity(q: Array, k: Array, w: Array, n: float) -> float:
         return siamese_similarity(q, k, w) / n
 
     return sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
@@ -233,7 +244,7 @@ def siamese_local(
 ) -> Array:
     """SAN Eq. 5's local term alone (SAN Table 6): response_i = v̄ (wᵀ q_i)."""
 
-    def similarity(q: Array, k: Array, w: Array, n: int) -> float:
+    def similarity(q: Array, k: Array, w: Array, n: float) -> float:
         return float(w @ q) / n
 
     return sum_over_keys(similarity, query, key, value, heads=heads, mask=mask, weight=weight)
@@ -249,9 +260,12 @@ def flare(query: Array, key: Array, value: Array, *, latents: Array, heads: int 
     """FLARE Eq. 7–10: z_s = Σ_j softmax_j(L_sᵀ k_j) v_j for each latent, response_i = Σ_s softmax_s(L_sᵀ q_i) z_s."""
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask, own: Array) -> Array:
-        keys, values = ([grid[:, *j] for j in valid_positions(valid)] for grid in (k, v))
+        positions = valid_positions(valid)
+        keys, values = ([grid[:, *j] for j in positions] for grid in (k, v))
+        measure = measure_of(valid, positions)
         slots = [
-            weighted_sum(softmax_of([float(latent @ each) for each in keys]), values, v.shape[0]) for latent in own
+            weighted_sum(softmax_of([float(latent @ each) for each in keys], measure), values, v.shape[0])
+            for latent in own
         ]
         return attend(q, list(own), slots, 1.0, v.shape[0])
 
@@ -281,7 +295,7 @@ def _quotient(
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]):
             asked = features(query_map @ q[:, *i])
-            scores = [float(asked @ features(key_map @ k[:, *j])) for j in positions]
+            scores = [float(valid[j]) * float(asked @ features(key_map @ k[:, *j])) for j in positions]
             weights = [score / (sum(scores) + epsilon) for score in scores]
             out[:, *i] = weighted_sum(weights, [v[:, *j] for j in positions], v.shape[0])
         return out
@@ -318,7 +332,7 @@ def hedgehog(
 
 
 def _shifted(
-    weigh: Callable[[Array, float], Array],
+    weigh: Callable[[Array, float, float], Array],
     features: Callable[[Array], Array],
     query: Array,
     key: Array,
@@ -327,15 +341,16 @@ def _shifted(
     heads: int,
     mask: Mask | None,
 ) -> Array:
-    """response_i = Σ_j w_ij v_j, w_i = `weigh` of the products φ(q_i)ᵀφ(k_j)/√d with all keys j, and of their mean."""
+    """response_i = Σ_j w_ij v_j, w_i = `weigh` of products φ(q_i)ᵀφ(k_j)/√d of all keys j, their mean and number."""
 
     def head(q: Array, k: Array, v: Array, valid: Mask, _query_valid: Mask) -> Array:
         positions = valid_positions(valid)
+        measure = measure_of(valid, positions)
         out = np.zeros((v.shape[0], *q.shape[1:]))
         for i in np.ndindex(q.shape[1:]) if positions else ():
-            products = [float(features(q[:, *i]) @ features(k[:, *j])) / q.shape[0] ** 0.5 for j in positions]
-            weights = weigh(np.array(products), sum(products) / len(products))
-            out[:, *i] = weighted_sum(weights, [v[:, *j] for j in positions], v.shape[0])
+            products = np.array([features(q[:, *i]) @ features(k[:, *j]) / q.shape[0] ** 0.5 for j in positions])
+            weights = weigh(products, float(products @ measure) / sum(measure), sum(measure))
+            out[:, *i] = weighted_sum(weights * measure, [v[:, *j] for j in positions], v.shape[0])
         return out
 
     return each_head(head, query, key, value, heads=heads, mask=mask)
@@ -344,8 +359,8 @@ def _shifted(
 def inline(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """InLine: w_ij = s_ij − (1/N) Σ_l s_il + 1/N, with the products s_ij = q_iᵀk_j/(N√d) that its code takes."""
 
-    def weigh(products: Array, mean: float) -> Array:
-        return (products - mean + 1) / len(products)
+    def weigh(products: Array, mean: float, count: float) -> Array:
+        return (products - mean + 1) / count
 
     return _shifted(weigh, lambda x: x, query, key, value, heads=heads, mask=mask)
 
@@ -353,7 +368,7 @@ def inline(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask
 def mala(query: Array, key: Array, value: Array, *, heads: int = 1, mask: Mask | None = None) -> Array:
     """MALA: w_ij = (1 + 1/(z_i + 10⁻⁶)) s_ij − z_i/N, z_i = Σ_j s_ij, with s_ij = φ(q_i)ᵀφ(k_j)/(N√d), φ = elu + 1."""
 
-    def weigh(products: Array, mean: float) -> Array:
-        return ((1 + 1 / (mean + 1e-6)) * products - mean) / len(products)
+    def weigh(products: Array, mean: float, count: float) -> Array:
+        return ((1 + 1 / (mean + 1e-6)) * products - mean) / count
 
     return _shifted(weigh, _elu_plus_one, query, key, value, heads=heads, mask=mask)

@@ -111,7 +111,7 @@ def add_local(module: nn.Module, kernel: int) -> None:
 def _convolve(value: Tensor, valid: Tensor | None, kernel: Tensor, heads: int, causal: bool) -> Tensor:
     """Convolve values `(b, g, n, c)` along the tokens, those that are not valid read as 0: `(b, n, h, c)`."""
     if valid is not None:
-        value = torch.where(valid.transpose(-2, -1), value, 0)
+        value = torch.where(valid.transpose(-2, -1) > 0, value, 0)
     value = value.repeat_interleave(heads // value.shape[1], 1)
     rows = value.transpose(-2, -1).flatten(1, 2)
     rows = F.pad(rows, (kernel.shape[2] - 1, 0)) if causal else rows

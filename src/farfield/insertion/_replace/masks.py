@@ -1,4 +1,4 @@
-"""The operators that work with the weights of a transformer's attention, and the valid keys under a mask of pairs.
+"""The operators that work with the weights of a transformer's attention, and the keys that a mask of pairs leaves.
 
 Tokens are a grid of one spatial dim. The transformer ("host") passes `(batch, heads, tokens, channels)` and a mask of
 pairs of queries and keys. All queries share one summary, so a mask that differs between queries is refused.
@@ -12,7 +12,7 @@ from torch import Tensor
 from farfield._checks import shape_error
 from farfield._refusals import refusal
 from farfield.ops.causal import CAUSAL, find_causal_obstacle
-from farfield.ops.grid import ALL
+from farfield.ops.grid import ALL, accumulation
 from farfield.ops.table import OPERATORS, Operator, look_up_operator
 
 # Largest value of an additive mask at a masked position: BERT's first masks had -10,000, current ones have the dtype's
@@ -48,7 +48,10 @@ def find_obstacle(operator: Operator) -> str | None:
 
 
 def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask."""
+    """Return which keys `(b, h, n, d)` are valid under a mask of pairs, as `(b, 1, 1, n)`; None without a mask.
+
+    A mask that adds one bias to all products with a key gives the weights of keys that it is the logarithms of.
+    """
     # The mask broadcasts to (b, h, m, n) and is boolean, True where a pair attends, or additive.
     if mask is None:
         return None
@@ -62,7 +65,7 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
     # An expanded dimension has equal values and needs no check; without a check, masks of keys alone can be compiled.
     if all(size == 1 or stride == 0 for size, stride in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)):
         mask = mask[:, :1, :1]
-    valid = mask if mask.dtype == torch.bool else _unbiased(mask)
+    valid = mask if mask.dtype == torch.bool else _read_additive(mask)
     if valid.shape[1:3] != (1, 1):
         positions = valid.flatten(1, 2).any(1)[:, None, None]
         # A query that attends to nothing is padding, as in masks made of pairs of valid positions.
@@ -75,20 +78,27 @@ def find_valid_positions(mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 
 def join_valid(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return which keys are valid by both of two masks, each of which may be None."""
+    """Return which keys are valid by both of two masks, each of which may be None, or their weights by both."""
     if first is None or second is None:
         return second if first is None else first
-    return first & second
+    return first & second if first.dtype == second.dtype == torch.bool else first * second
 
 
-def _unbiased(mask: Tensor) -> Tensor:
-    """Convert an additive mask to a boolean one; refuse one that adds a bias."""
-    valid = mask == 0
-    if mask.requires_grad or not (valid | (mask <= _MASKED)).all():
+def _read_additive(mask: Tensor) -> Tensor:
+    """Convert an additive mask to a boolean one, or to weights of keys `(b, 1, 1, n)`; refuse a bias of pairs."""
+    valid, hidden = mask == 0, mask <= _MASKED
+    if not mask.requires_grad and bool((valid | hidden).all()):
+        return valid
+    rows = mask.masked_fill(hidden, -torch.inf).flatten(1, 2)
+    bias = rows.amax(1, keepdim=True)
+    # Queries that attend to nothing are padding. A bias of pairs that is learned may be equal at first.
+    same = (rows == bias) | (rows == -torch.inf).all(-1, keepdim=True)
+    weight = bias.to(accumulation(bias.dtype)).exp()[:, None]
+    if (mask.requires_grad and rows.shape[1] > 1) or not bool(same.all() & weight.isfinite().all()):
         problem = "the mask adds a bias to the products of queries and keys (relative positions, ALiBi)"
         fix = "leave this layer out by where=, or take a model without the bias."
-        raise refusal(ValueError, f"{problem}, and there are no such products; fix: {fix}")
-    return valid
+        raise refusal(ValueError, f"{problem} that is not one of each key, and there are no such products; fix: {fix}")
+    return weight
 
 
 def check_causal(operator: Operator, query: Tensor, key: Tensor) -> None:

@@ -23,9 +23,9 @@ from farfield.ops.grid import (
 )
 
 
-def sum_axes(grid: Tensor, mask: Tensor | None = None) -> Tensor:
+def sum_axes(grid: Tensor, mask: Tensor | None = None, *weight: Tensor) -> Tensor:
     """Return `grid.along_axes` of a whole grid."""
-    return cast(Tensor, _sum_axes(hide(grid, mask), in_channels_last(grid)))
+    return cast(Tensor, _sum_axes(hide(grid, mask, *weight), in_channels_last(grid)))
 
 
 def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
@@ -33,11 +33,14 @@ def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
     return cast(Tensor, _outer_sum(responses, tuple(size), responses.requires_grad and torch.is_grad_enabled()))
 
 
-def gather(where: Positions, grid: Tensor, mask: Tensor | None, place: Place | None = None) -> Gathered:
+def gather(
+    where: Positions, grid: Tensor, mask: Tensor | None, place: Place | None = None, *weight: Tensor
+) -> Gathered:
     """Gather positions as `where.gather` does; a kernel reads a whole grid once for sums along its axes."""
     if where.gather is axis_sums and place is None:
-        return Gathered(sum_axes(grid, mask), valid_counts(grid, mask))
-    return where.gather(grid, mask, place)
+        counts = sum_axes(weight[0][:, None]) if weight else valid_counts(grid, mask)
+        return Gathered(sum_axes(grid, mask, *weight), counts)
+    return where.gather(grid, mask, place, *weight)
 
 
 def scatter(where: Positions, responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.grid import in_channels_last
+from farfield.ops.grid import in_channels_last, nonzero
 from farfield.ops.projection import Call, Projection, by_head
 from farfield.ops.slots import (
     MALA_EPSILON,
@@ -67,6 +67,7 @@ class RowPlan(NamedTuple):
     shared: bool  # whether every head summarizes all channels
     complete: bool  # whether all positions are valid
     apart: bool  # whether the values are not the positions
+    weighted: bool  # whether keys have weights
     kernel: kernels.Kernel | None = None  # projects and sums; None if torch does
 
 
@@ -119,6 +120,8 @@ def why_not_scores(plan: RowPlan, positions: Tensor, values: Tensor, *projection
     """Return why `sum_scores` does not run, or None."""
     if plan.apart:
         return "keys and values are not of the same positions"
+    if plan.weighted:
+        return kernels.WEIGHTED
     matrices = [each for each in projections[::2] if each is not None]
     if not matrices or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
         return "keys are not scores"
@@ -166,6 +169,8 @@ def why_not_slots(plan: RowPlan, positions: Tensor, values: Tensor, *projections
     # The equations give a basis ones, one a head, where the operator says that it does not read keys.
     if not plan.keys:
         return "no keys are read"
+    if plan.weighted:
+        return kernels.WEIGHTED
     return why_not_multiplied(plan, positions, *projections) or why_not_multiplied(plan, values)
 
 
@@ -239,7 +244,7 @@ def prepare_slots(
         sums = kind.scaled(summary.weights).flatten(1)
     elif kind in (centred, magnitude_aware):
         scale = query.shape[2] ** -0.5
-        means = scale * summary.weights[:, :, :-1] / summary.count.clamp_min(1)
+        means = scale * summary.weights[:, :, :-1] / nonzero(summary.count)
         if kind is centred:  # qᵀ (s V) + (1 - qᵀ u) v̄ = qᵀ (s V - u v̄) + v̄
             last = slots[:, :, -1:]
             slots = scale * slots[:, :, :-1] - means * last

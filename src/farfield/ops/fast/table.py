@@ -66,6 +66,7 @@ _QUERIES_FROM_AXES = {"queries_from": (AXES, NORMALIZED_AXES)}
 # ---- the lines -------------------------------------------------------------------------------------------------------
 _DIMS = "two or more spatial dims"
 _FEW = "at most 4 scores, of at least 8 channels each"
+_NO_WEIGHTS = "keys without weights"
 _FORMATS = "float32, or a format that the processor does not multiply"
 LINES = (
     Kernel(
@@ -137,7 +138,7 @@ LINES = (
         steps.why_not_scores,
         steps.sum_scores,
         gradient=("project_and_sum",),
-        needs=_FEW,
+        needs=f"{_FEW}; {_NO_WEIGHTS}",
     ),
     Kernel(
         "sums",
@@ -147,7 +148,7 @@ LINES = (
         steps.sum_slots,
         gradients.gradients_of_slots,
         gradient=("project_and_summarize_backward",),
-        needs=_FORMATS,
+        needs=f"{_FORMATS}; {_NO_WEIGHTS}",
     ),
     Kernel(
         "responses",
@@ -279,7 +280,7 @@ def explain(call: Call, grid: Tensor, target: Target | None = None) -> Iterator[
 
 # ---- the two steps ---------------------------------------------------------------------------------------------------
 def summarize(
-    call: Call, gathered: Gathered, values: Tensor, complete: bool, itself: bool
+    call: Call, gathered: Gathered, values: Tensor, complete: bool, itself: bool, weighted: bool = False
 ) -> tuple[Tensor | None, Summary] | None:
     """Project and summarize; None if the equation must.
 
@@ -297,12 +298,15 @@ def summarize(
         for each in (key, query)
     )
     shared = call.value.matrix is not None
-    plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete, values is not positions)
+    apart = values is not positions
+    plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete, apart, weighted)
     # The same projection is computed once.
     own, other = key or IDENTITY, IDENTITY if query is None or key is query else query
     lines = _SUMS.get((operator.basis,), ())
     matrices = own.matrix, own.bias, other.matrix, other.bias
     kernel = next((line for line in lines if line.why_not(plan, positions, values, *matrices) is None), None)
+    if weighted:  # by the equation, whose gradients autograd takes
+        return None
     plan = plan._replace(kernel=kernel)
     if kernel is None or not are_free(positions, values, *matrices):
         return project_and_summarize(plan, positions, values, valid, (own, other, call.value))
