@@ -166,12 +166,6 @@ ROWS = [
     ),
     Row(
         "ops/causal.py",
-        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0)),
-        "key_weight.clamp_min(0)",
-        lambda: ops.causal_attention("mala", *[STREAM] * 3, key_weight=torch.full((1, 6), -1.0).clamp_min(0)),
-    ),
-    Row(
-        "ops/causal.py",
         lambda: ops.causal_attention("mala", GRID, GRID, GRID),
         "query.flatten(2), and the same of key and value",
         lambda: ops.causal_attention("mala", *[GRID.flatten(2)] * 3),

@@ -85,6 +85,10 @@ def test_an_encoder_of_torch_with_a_causal_mask(row: str) -> None:
     padding = torch.zeros(2, 70, dtype=torch.float64).masked_fill(~valid, -torch.inf)
     got = encoder(x, mask, src_key_padding_mask=padding)
     torch.testing.assert_close(got[valid], want[valid], rtol=1e-12, atol=1e-12)
+    bias = torch.randn(2, 70, dtype=torch.float64)  # of keys: the logarithm of their weights
+    biased = attention(x, x, x, attn_mask=mask, key_padding_mask=bias, is_causal=True, need_weights=False)[0]
+    own = attention.out_proj(prefixes(row, q, k, v, bias.exp()))
+    torch.testing.assert_close(biased, own, rtol=1e-12, atol=1e-12)
     response, weights = attention(x, x, x, attn_mask=mask, is_causal=True, average_attn_weights=False)
     assert torch.equal(weights, weights.tril())
     own = attention.out_proj((weights @ v).transpose(1, 2).flatten(2))

@@ -378,5 +378,5 @@ class TestRefusals:
             causal_attention("mala", q, k, v, key_weight=torch.ones(2, 4, dtype=torch.float64))
         with explains(TypeError, "causal_attention", "key_weight", "list"):
             causal_attention("mala", q, k, v, key_weight=[1.0] * 5)
-        with explains(ValueError, "causal_attention", "key_weight", -1.0):
+        with explains(ValueError, "causal_attention", "key_weight", -1):
             causal_attention("mala", q, k, v, key_weight=torch.full((2, 5), -1.0, dtype=torch.float64))

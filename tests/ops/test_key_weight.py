@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from farfield import ops
 from farfield._checks import ShapeError
+from farfield.nn import GridAttention
 from farfield.ops.fast import kernels, steps
 from helpers.grids import PAIRS, ROWS, Case, assert_close, draw, gradients, leaves, name, relative_error
 from helpers.partly import pairwise
@@ -262,6 +264,15 @@ def test_weights_of_another_shape_or_kind_are_refused() -> None:
         _call(torch.ones(2, 3, 2, dtype=torch.complex64))
     with pytest.raises(TypeError, match="key_weight must be a tensor of real numbers, got list"):
         _call([1.0])
+
+
+def test_a_gather_of_ones_own_that_takes_no_weights_is_an_error() -> None:
+    own = ops.ALL._replace(gather=lambda grid, mask, place: ops.ALL.gather(grid, mask, place))
+    attention = GridAttention(4, dataclasses.replace(ops.OPERATORS["averaged"], keys_from=own))
+    grid = torch.randn(2, 4, 3, 2)
+    assert attention(grid).shape == grid.shape
+    with pytest.raises(TypeError, match="positional arguments"):
+        attention(grid, context_weight=torch.ones(2, 3, 2))
 
 
 def test_weights_are_mapped_and_have_tangents() -> None:

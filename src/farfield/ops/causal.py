@@ -17,7 +17,7 @@ from torch import Tensor
 
 from farfield._checks import check_attention, shape_error
 from farfield._refusals import door, refusal
-from farfield.ops.grid import ALL, accumulation, flatten, hide, in_layout_of
+from farfield.ops.grid import ALL, accumulation, check_weight, flatten, hide, in_layout_of, measure
 from farfield.ops.modes import Attending, full_precision, is_recorded
 from farfield.ops.projection import split_heads
 from farfield.ops.slots import Summary, exponentials
@@ -89,14 +89,11 @@ def causal_attention(
     if reason := find_causal_obstacle(operator):
         raise refusal(ValueError, f"{name} {reason}; fix: take one of {CAUSAL}.")
     check_attention(query, key, value, heads, mask, None)
-    _check_stream(query, key, state, key_weight)
-    query = hide(query, mask)
-    if key_weight is not None:
-        mask = key_weight > 0 if mask is None else mask & (key_weight > 0)
+    check_weight("key_weight", key_weight, "key", key)
+    _check_stream(query, key, state)
+    query, (mask, weight) = hide(query, mask), measure(mask, key_weight, key)
     with Attending("ops.causal_attention"):
-        keys, valid = flatten(key, mask)
-        if key_weight is not None:
-            valid = torch.where(valid > 0, key_weight[:, None].to(valid.dtype), 0)
+        keys, valid = flatten(key, mask, weight=weight)
         q, k, v = (split_heads(each, heads) for each in (query, keys, hide(value, mask)))
         response, state = attend_causally(operator, q, k, v, valid[:, None], state)
         return in_layout_of(query, response.flatten(1, 2)), state
@@ -173,8 +170,8 @@ def find_causal_obstacle(operator: Operator) -> str | None:
 CAUSAL = ", ".join(name for name, each in OPERATORS.items() if find_causal_obstacle(each) is None)
 
 
-def _check_stream(query: Tensor, key: Tensor, state: Any, key_weight: Any) -> None:
-    """Refuse positions without an order, queries that are not at their keys, and what is no state or no weights."""
+def _check_stream(query: Tensor, key: Tensor, state: Any) -> None:
+    """Refuse positions without an order, queries that are not at their keys, and what is no state."""
     if query.dim() != 3 or key.dim() != 3:
         problem = "positions are ordered along one spatial dim."
         fix = "query.flatten(2), and the same of key and value, in the order of the positions; mask.flatten(1)."
@@ -185,13 +182,3 @@ def _check_stream(query: Tensor, key: Tensor, state: Any, key_weight: Any) -> No
     if state is not None and not isinstance(state, Summary):
         fix = "the second value that the call of the part before returned, ops.Summary(**content) of a saved one"
         raise refusal(TypeError, f"state must be an ops.Summary, got {type(state).__name__}; fix: {fix}.")
-    if key_weight is not None:
-        if not isinstance(key_weight, Tensor) or key_weight.is_complex():
-            kind = key_weight.dtype if isinstance(key_weight, Tensor) else type(key_weight).__name__
-            raise refusal(TypeError, f"key_weight must be a real tensor, got {kind}; fix: torch.as_tensor(key_weight).")
-        if key_weight.shape != (len(key), key.shape[2]):
-            fix = f"one weight for each key, {(len(key), key.shape[2])}."
-            raise shape_error("key_weight must be (batch, positions) of key.", fix, key_weight=key_weight, key=key)
-        if not is_recorded() and not bool((key_weight >= 0).all()):
-            fix = "key_weight.clamp_min(0), where 0 masks a position"
-            raise refusal(ValueError, f"key_weight must be from 0, got {float(key_weight.min())}; fix: {fix}.")

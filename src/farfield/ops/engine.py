@@ -84,7 +84,8 @@ def attend(
     if is_recorded_for_tiles():
         call = call._replace(operator=call.operator.in_linear_order())
     keys, queries = call.operator.keys_from, call.operator.queries_from
-    gathered, counts = _gather_keys(fast, keys, key, mask, weight)
+    gathered = _gather(fast, keys, key, mask, weight=weight)
+    counts = None if weight is None else _gather(fast, keys, weight[:, None], mask).valid
     values = gathered.positions if value is key else _gather(fast, keys, value, mask, weight=weight).positions
     same = itself and queries.gather == keys.gather
     query_positions = gathered if same else _gather(fast, queries, query, query_mask)
@@ -103,7 +104,8 @@ def summarize_grid(
 ) -> Summary:
     """Summarize the keys and values of a grid, or of a tile at a `place`, whose summaries merge in any order."""
     fast = is_fast()
-    gathered, counts = _gather_keys(fast, call.operator.keys_from, grid, mask, weight, place)
+    gathered = _gather(fast, call.operator.keys_from, grid, mask, place, weight)
+    counts = None if weight is None else _gather(fast, call.operator.keys_from, weight[:, None], mask, place).valid
     key, keys = run_part(call.key, gathered, call.operator.keys_from.side_by_side)
     complete = mask is None and place is None
     return _summarize_positions(fast, call._replace(key=key), keys, gathered.positions, complete, counts=counts)[1]
@@ -138,14 +140,6 @@ def _gather(
     return axes.gather(where, *given) if fast and not where.side_by_side else where.gather(*given)
 
 
-def _gather_keys(
-    fast: bool, where: Positions, grid: Tensor, mask: Tensor | None, weight: Tensor | None, place: Place | None = None
-) -> tuple[Gathered, Tensor | None]:
-    """Gather keys, and beside their weights, if they have some, what `valid` is without."""
-    counts = None if weight is None else _gather(fast, where, weight[:, None], mask, place).valid
-    return _gather(fast, where, grid, mask, place, weight), counts
-
-
 def _summarize_positions(
     fast: bool,
     call: Call,
@@ -155,7 +149,10 @@ def _summarize_positions(
     itself_queries: bool = False,
     counts: Tensor | None = None,
 ) -> tuple[Tensor | None, Summary]:
-    """Return the queries `(b, h, d, n)` if they are projected too, as `itself_queries` may be, and the summary."""
+    """Return the queries `(b, h, d, n)` if they are projected too, as `itself_queries` may be, and the summary.
+
+    Where keys have weights, `counts` is what `valid` is without.
+    """
     part, side_by_side = call.value, call.operator.keys_from.side_by_side
     # With many latents, projecting the sums takes more MACs than projecting the values.
     if call.operator.slots and part.matrix is not None and call.count_work(0, 0, 0, 0).projects_values_first:
