@@ -81,14 +81,15 @@ def attend_in_host(
     causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as `attend_tokens` does, with what the attention has learned, and its local branch if it has one."""
+    options: Any = {"scale": scale, "dropout": dropout, "weights": weights, "causal": causal}
     if valid is not None and valid.shape[2] > 1:
-        attend = partial(attend_in_host, module, operator, scale=scale, dropout=dropout, weights=weights)
+        attend = partial(attend_in_host, module, operator, **options)
         return attend_in_blocks(attend, query, key, value, valid)
     learned = {name: getattr(module, name) for name in operator.parameter_shapes(1, 1)}
     kernel = getattr(module, LOCAL, None)
     if learned or kernel is not None:
         _check_layout(module, query, value)
-    options: Any = {"scale": scale, "dropout": dropout, "weights": weights, "causal": causal, "learned": learned}
+    options["learned"] = learned
     response, matrix = attend_tokens(operator, query, key, value, valid, **options)
     # In cross-attention the values have no place beside the queries.
     if kernel is None or module.__dict__.get(WITHOUT) == "local" or query.shape[2] != value.shape[2]:
