@@ -308,6 +308,16 @@ def test_decoders_that_their_configuration_makes_encoders(host: str, where: str 
         assert relative(run("bert", model, None)[7:], found[3:]) < 1000 * EPS
 
 
+def test_the_mask_of_what_a_decoder_may_cross_attend_to_is_not_asked() -> None:
+    model = build("GPT2", "sdpa", **GPT, **TOKENS)
+    model.config.is_causal = False
+    wanted = run("bert", model)
+    assert len(replace_attention(model, "softmax")) == 1
+    assert relative(run("bert", model), wanted) < 1000 * EPS
+    replace_attention(model, "linear_elu")
+    assert relative(run("bert", model), wanted) > OTHER
+
+
 def test_a_window_of_an_encoder_is_refused_where_it_is_shorter_than_the_text() -> None:
     wide, narrow = (as_encoder("Mistral", sliding_window=window) for window in (7, 3))
     wanted = run("bert", wide)

@@ -20,6 +20,7 @@ from farfield._refusals import door, put_name
 from farfield.insertion._places import parse_source
 from farfield.insertion._replace.learned import attend_in_host
 from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions, join_valid
+from farfield.insertion._replace.reading import list_code
 from farfield.ops.table import OPERATORS, Operator
 
 # Options that models pass to their attention and that do not change it (a window is in the mask); any other that is set
@@ -172,7 +173,8 @@ def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
         return True
     makers, holder = next(((found, each) for each in around if (found := _find_mask_makers(each))), ({}, module))
     # A decoder is an encoder by an entry of its configuration, which functions that make masks read.
-    codes = [getattr(inspect.unwrap(maker), "__code__", None) for maker in makers.values()]
+    causal = [maker for name, maker in makers.items() if "causal" in name]
+    codes = [getattr(inspect.unwrap(maker), "__code__", None) for maker in causal]
     asks = bool(codes) and all(code is not None and "is_causal" in code.co_consts for code in codes)
     if asks and getattr(getattr(holder, "config", None), "is_causal", None) is False:
         return False
@@ -195,7 +197,7 @@ def _calls_as_causal(module: nn.Module) -> bool:
 def _find_mask_makers(module: nn.Module) -> dict[str, Any]:
     """Return the mask functions that a module's class calls, such as `create_causal_mask`, by their names."""
     methods = [inspect.unwrap(method) for method in vars(type(module)).values() if inspect.isfunction(method)]
-    named = {name: each.__globals__.get(name) for each in methods for name in each.__code__.co_names}
+    named = {name: each.__globals__.get(name) for each in methods for code in list_code(each) for name in code.co_names}
     return {name: maker for name, maker in named.items() if name.startswith("create_") and "mask" in name}
 
 

@@ -77,7 +77,7 @@ def _walk_reached(nodes: Iterable[ast.AST], flags: dict[str, bool]) -> Iterator[
 
 
 @cache
-def _list_code(function: FunctionType) -> tuple[CodeType, ...]:
+def list_code(function: FunctionType) -> tuple[CodeType, ...]:
     """Return the code of a function, and that of the functions that it defines."""
     codes = [function.__code__]
     for code in codes:
@@ -88,7 +88,7 @@ def _list_code(function: FunctionType) -> tuple[CodeType, ...]:
 @cache
 def _list_names(function: FunctionType) -> frozenset[tuple[str, bool]]:
     """Return the names of globals and of attributes in a function, each with whether it is a global."""
-    steps = [step for code in _list_code(function) for step in dis.get_instructions(code)]
+    steps = [step for code in list_code(function) for step in dis.get_instructions(code)]
     kinds = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM")
     return frozenset((step.argval, step.opname == kinds[0]) for step in steps if step.opname in kinds)
 
@@ -128,7 +128,7 @@ def _names_of(function: Any) -> set[str]:
         each = waiting.pop()
         if isinstance(each, FunctionType) and each not in seen and each.__module__ == function.__module__:
             seen.add(each)
-            found = {n for c in _list_code(each) for n in (*c.co_names, *c.co_varnames, *c.co_freevars)}
+            found = {n for c in list_code(each) for n in (*c.co_names, *c.co_varnames, *c.co_freevars)}
             names |= found
             waiting += map(each.__globals__.get, found)
     return names
