@@ -190,7 +190,7 @@ class GridAttention(nn.Module):
         if context is not None:
             summary = self.summarize(context, mask=context_mask, weight=context_weight)
             return self.respond(grid, summary, mask=mask)
-        valid, weight = measure(mask, context_weight, grid)
+        valid, weight = (mask, None) if context_weight is None else measure(mask, context_weight, grid)
         try:
             call = self.call_for(grid)
             response = attend(call, grid, grid, grid, mask=valid, query_mask=mask, weight=weight)
@@ -230,8 +230,8 @@ class GridAttention(nn.Module):
                 is negative or not finite.
         """
         place = check_input(self, grid, mask, origin, size, weight)
-        valid, weight = measure(mask, weight, grid)
-        return summarize_grid(self.call_for(grid), grid, mask=valid, weight=weight, place=place)
+        mask, weight = (mask, None) if weight is None else measure(mask, weight, grid)
+        return summarize_grid(self.call_for(grid), grid, mask=mask, weight=weight, place=place)
 
     def gather_queries(
         self,

@@ -78,7 +78,7 @@ def attend(
             _check_learned(operator, each, tensor, query, heads)
         check_attention(query, key, value, heads, mask, query_mask)
         check_weight("key_weight", key_weight, "key", key)
-    mask, weight = measure(mask, key_weight, key)
+    mask, weight = (mask, None) if key_weight is None else measure(mask, key_weight, key)
     queries = keys = IDENTITY
     if operator.score is not None:
         learned = {each: tensor.to(query.dtype) for each, tensor in learned.items()}

@@ -99,10 +99,8 @@ def check_weight(name: str, weight: Tensor | None, owner: str, grid: Tensor) -> 
         raise refusal(ValueError, f"{name} must be finite and not negative, got {numbers}; fix: {fix}")
 
 
-def measure(mask: Tensor | None, weight: Tensor | None, grid: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def measure(mask: Tensor | None, weight: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the valid positions of a grid and their weights: a weight of 0 masks, and a masked position weighs 0."""
-    if weight is None:
-        return mask, None
     weight = weight.to(accumulation(grid.dtype))
     valid = weight > 0 if mask is None else mask & (weight > 0)
     return valid, torch.where(valid, weight, 0)

@@ -287,19 +287,19 @@ MALA_EPSILON = 1e-6
 
 def _products_with_means(features: Callable[[Tensor], Tensor], query: Tensor, summary: Summary) -> Tensor:
     """Return φ(q) s times the mean of φ(k), channel by channel `(b, h, r, m)`, s = 1/√d; the last slot has none."""
-    means = summary.weights[:, :, :-1] / nonzero(summary.count)
+    means = summary.weights[:, :, :-1] / position(query, summary)
     return query.shape[2] ** -0.5 * features(query.to(means.dtype)) * means
 
 
 # ---- per(query, summary): the divisor of a slot's sum ----------------------------------------------------------------
 def weight(query: Tensor, summary: Summary) -> Tensor:
     """The slot's weight, by which its sum becomes a weighted mean; 1 for a slot of weight 0."""
-    return nonzero(summary.weights)
+    return torch.where(summary.weights == 0, 1, summary.weights)
 
 
 def position(query: Tensor, summary: Summary) -> Tensor:
-    """The number of valid positions, or the sum of their weights; 1 without one."""
-    return nonzero(summary.count)
+    """The number of valid positions, or the sum of their weights; 1 where that is 0."""
+    return torch.where(summary.count == 0, 1, summary.count)
 
 
 def channel(query: Tensor, summary: Summary) -> int:

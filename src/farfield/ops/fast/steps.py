@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.grid import in_channels_last, nonzero
+from farfield.ops.grid import in_channels_last
 from farfield.ops.projection import Call, Projection, by_head
 from farfield.ops.slots import (
     MALA_EPSILON,
@@ -28,6 +28,7 @@ from farfield.ops.slots import (
     keys,
     magnitude_aware,
     one_and_key,
+    position,
     queries,
     query_and_one,
     relu,
@@ -244,7 +245,7 @@ def prepare_slots(
         sums = kind.scaled(summary.weights).flatten(1)
     elif kind in (centred, magnitude_aware):
         scale = query.shape[2] ** -0.5
-        means = scale * summary.weights[:, :, :-1] / nonzero(summary.count)
+        means = scale * summary.weights[:, :, :-1] / position(query, summary)
         if kind is centred:  # qᵀ (s V) + (1 - qᵀ u) v̄ = qᵀ (s V - u v̄) + v̄
             last = slots[:, :, -1:]
             slots = scale * slots[:, :, :-1] - means * last
