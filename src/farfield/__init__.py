@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from farfield.streaming import predict_whole
     from farfield.streaming.training import WholeNetwork
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "ShapeError",

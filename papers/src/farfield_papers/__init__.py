@@ -7,4 +7,4 @@
 - ``cli``: the commands that ``farfield`` has where this package is installed
 """
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

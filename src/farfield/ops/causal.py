@@ -91,7 +91,9 @@ def causal_attention(
     check_attention(query, key, value, heads, mask, None)
     check_weight("key_weight", key_weight, "key", key)
     _check_stream(query, key, state)
-    query, (mask, weight) = hide(query, mask), measure(mask, key_weight, key)
+    query, weight = hide(query, mask), None
+    if key_weight is not None:
+        mask, weight = measure(mask, key_weight, key)
     with Attending("ops.causal_attention"):
         keys, valid = flatten(key, mask, weight=weight)
         q, k, v = (split_heads(each, heads) for each in (query, keys, hide(value, mask)))

@@ -14,7 +14,7 @@ from farfield.streaming.graph import Graph, Node, Value, map_values, run_node
 from farfield.streaming.layers import LAYER
 from farfield.streaming.rules import Rule, find_rule
 from farfield.streaming.rules.reading import local
-from farfield.streaming.rules.rule import FIX, Operand, OperationCall, Reduction, RuleError, Scan, widen
+from farfield.streaming.rules.rule import FIX, Operand, OperationCall, Recurrence, Reduction, RuleError, widen
 from farfield.streaming.spans import (
     Box,
     Layout,
@@ -61,7 +61,7 @@ class LabelledGraph:
     reductions: dict[int, Reduction] = field(default_factory=dict)  # of nodes that sum over the whole
     # The number of reductions before a node in series, itself included.
     levels: dict[int, int] = field(default_factory=dict)
-    scans: dict[int, Scan] = field(default_factory=dict)  # of nodes that run along an axis tile by tile
+    scans: dict[int, Recurrence] = field(default_factory=dict)  # of nodes that run along an axis tile by tile
     # One position needs all of these along a cut axis, or they are of a scan: they are stored before.
     gathered: set[Value] = field(default_factory=set)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from farfield.streaming.graph import find_operation
-from farfield.streaming.rules.rule import Dims, OperationCall, Rule, RuleError, Scan, aligned, take_along
+from farfield.streaming.rules.rule import Dims, OperationCall, Recurrence, Rule, RuleError, aligned, take_along
 from farfield.streaming.spans import Box, Layout, box_shape, is_cut
 
 
@@ -26,13 +26,13 @@ def _label(call: OperationCall) -> list[Layout]:
     return layouts if _scan(call) is None else [layouts[0], *[()] * (len(layouts) - 1)]
 
 
-def _scan(call: OperationCall) -> Scan | None:
+def _scan(call: OperationCall) -> Recurrence | None:
     pieces = call.operands[0].layout[0]
     if not is_cut(pieces):
         return None
     if len(pieces) > 1 or pieces[0].axis is None:
         raise RuleError("its steps are the positions of several axes, and more than the first is cut")
-    return Scan(pieces[0].axis, call.args[-1], _take_steps)
+    return Recurrence(pieces[0].axis, call.args[-1], _take_steps)
 
 
 def _take_steps(

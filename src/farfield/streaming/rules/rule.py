@@ -208,7 +208,7 @@ def convert_number(number: float, dtype: torch.dtype) -> float:
     return torch.iinfo(dtype).max if number > 0 else torch.iinfo(dtype).min
 
 
-class Scan(NamedTuple):
+class Recurrence(NamedTuple):
     """How an operation runs along an axis that is cut: each tile with the states that the tile before it has left."""
 
     axis: int
@@ -240,7 +240,7 @@ class Rule(NamedTuple):
     # The row by which it sums over the whole; None where it does not.
     reduce: Callable[[OperationCall], Reduction | None] | None = None
     # How it runs along an axis that is cut; None where each tile runs by itself.
-    scan: Callable[[OperationCall], Scan | None] = lambda call: None
+    scan: Callable[[OperationCall], Recurrence | None] = lambda call: None
     # How many numbers `run` makes beside its output.
     scratch: Callable[[OperationCall, int, Box], int] = lambda call, output, box: 0
     # Of each operand, by axis, where positions of the output stand among its own, None where these are not even. Along
