@@ -66,7 +66,7 @@ def _scan(whole: Callable[..., Any], combine: Callable[..., Any], leaves: Sequen
 @contextmanager
 def recorded_scans() -> Iterator[None]:
     """Record scans of torch as operations."""
-    whole = _MODULE.generic_associative_scan
+    whole: Any = vars(_MODULE).get("generic_associative_scan")
 
     def run_pointwise(_: Any, combine: Any, leaves: Sequence[Tensor]) -> Any:
         return tree_unflatten(_scan(whole, combine, leaves), combine.keywords["spec"])
@@ -77,8 +77,9 @@ def recorded_scans() -> Iterator[None]:
         return _scan(whole, partial(combine.func, **own), leaves)
 
     own = {"generic_associative_scan": run_generic, "_maybe_compile_and_run_fn": run_pointwise}
-    was = {name: getattr(_MODULE, name) for name in own}
-    vars(_MODULE).update(own)
+    # Names of torch's own, which another version may not have: its scans are recorded by their slices then.
+    was = {name: vars(_MODULE)[name] for name in own if name in vars(_MODULE)}
+    vars(_MODULE).update({name: own[name] for name in was})
     try:
         yield
     finally:
