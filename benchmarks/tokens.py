@@ -64,11 +64,11 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     for name in BLOCKS:
         for operator in ("softmax", *OPERATORS):
             own = {row["tokens"]: row for row in rows if (row["block"], row["operator"]) == (name, operator)}
-            if len(own) < len(TOKENS):
+            if not own:
                 continue
             own_time = "{seconds:.3g} s" if operator == "softmax" else "{ratio:.2f}"
-            cells = [own_time.format(**own[tokens]) for tokens in TOKENS]
-            print(f"| {name} | `{operator}` | {' | '.join(cells)} | {own[TOKENS[-1]]['mib']:,.0f} |")
+            cells = [own_time.format(**own[tokens]) if tokens in own else "–" for tokens in TOKENS]
+            print(f"| {name} | `{operator}` | {' | '.join(cells)} | {own[max(own)]['mib']:,.0f} |")
 
 
 def main() -> None:
