@@ -52,6 +52,23 @@ def test_operators_are_as_untiled(kind: str, dims: int) -> None:
     assert relative(predict_whole(net, volume, tile=TILES[dims], quiet=True), run(net, volume)) < TOLERANCE
 
 
+class _Highest(nn.Module):
+    """Keeps the highest waves, of which that of an even length in the middle has no pair."""
+
+    def forward(self, grid: Tensor) -> Tensor:
+        modes = fft.rfft(grid)
+        kept = torch.zeros_like(modes)
+        kept[..., -3:] = 2 * modes[..., -3:]
+        return fft.irfft(kept, n=grid.shape[-1])
+
+
+@pytest.mark.parametrize("length", [24, 25])
+def test_the_highest_waves_are_as_untiled(length: int) -> None:
+    volume = skewed(2, 1, length)
+    got = predict_whole(_Highest().eval(), volume, tile=(7,), quiet=True)
+    assert relative(got, run(_Highest(), volume)) < TOLERANCE
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_drawn_operators_are_as_untiled(data: st.DataObject) -> None:
