@@ -385,7 +385,7 @@ MEMORY = """
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from Linux")
 @pytest.mark.parametrize("row", ["siamese", "kronecker_qkv", "factorized_gaussian"])
-def test_a_bare_layer_takes_less_than_half_a_gibibyte(row: str, tmp_path: Path) -> None:
+def test_a_bare_layer_takes_less_than_a_quarter_of_a_gibibyte(row: str, tmp_path: Path) -> None:
     side = 384  # 1.7 GiB in and out; the bound does not grow with the side
     if shutil.disk_usage(tmp_path).free < 8 * 2**30:
         pytest.skip("less than 8 GiB free on the disk")
@@ -403,7 +403,10 @@ def test_a_bare_layer_takes_less_than_half_a_gibibyte(row: str, tmp_path: Path) 
         str(tmp_path / "grid.npy"),
         str(tmp_path / "out.npy"),
     ]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    # What is held, and not what glibc keeps of freed memory: its threshold for separate maps grows with what is freed,
+    # and then one run in two keeps 0.5 GiB more (docs/performance.md, "Larger than memory").
+    held = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+    done = subprocess.run(command, cwd=TESTS, env=held, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     # Beside what torch and the program take: 16 MiB a tile, and what it is mapped to, read from and written from.
-    assert int(done.stdout.split()[0]) < 2**29
+    assert int(done.stdout.split()[0]) < 2**28
