@@ -42,8 +42,6 @@ REASONS = {
     "matching": r"linear_sum_assignment",
     "NMS": r"\bnms\b|torchvision\.",
     "sorting over all": r"aten\.(sort|argsort|topk|kthvalue|median|nanmedian|mode|unique)\b",
-    "scans and spectra": r"aten\.(_?fft\w*|stft|istft|cumsum|cumprod|logcumsumexp|cummax|lstm|gru|rnn\w*)\b"
-    r"|farfield_streaming\.recurrent\b",
     "data-dependent shapes": r"computes a shape from numbers|reads a computed number in Python"
     r"|takes the positions where a condition holds",
 }

@@ -270,10 +270,10 @@ def replace_by_other(model: nn.Module, where: list[str]) -> None:
     try:
         replace_attention(model, OTHER, where=where or None)
     except ValueError as error:
-        named = re.search(r'fix: take .*"(\w+)"\.$', str(error))
+        named = re.search(r'fix: take (?:one of (\w+), |.*"(\w+)"\.$)', str(error))
         if named is None:
             raise
-        replace_attention(model, named[1], where=where or None)
+        replace_attention(model, named[1] or named[2], where=where or None)
 
 
 def near(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -129,7 +129,27 @@ def test_a_causal_model_is_trained_to_the_same_features() -> None:
     torch.testing.assert_close(net(x), (prefixes("linear_elu", q, k, v) + branch), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("row", sorted({"softmax", "dot", "factorized_gaussian", "siamese", "flare"}))
+def test_softmax_is_torchs_own() -> None:
+    """With weights of keys too, a row of the matrix at a time, and queries without a key."""
+    net, x = nn.Sequential(Decoder(2)).double().eval(), torch.randn(2, 9, 32, dtype=torch.float64)
+    wanted = net(x)
+    replace_attention(net, "softmax")
+    torch.testing.assert_close(net(x), wanted, rtol=1e-12, atol=1e-12)
+    q, k, v = torch.randn(3, 2, 2, 9, 4, dtype=torch.float64)
+    weight = torch.rand(2, 1, 1, 9, dtype=torch.float64) * (torch.arange(9) > 2)
+    options = {"scale": 0.5, "causal": True}
+    found, matrix = attend_tokens(OPERATORS["softmax"], q, k, v, weight, **options, weights=True)
+    for place in range(9):
+        terms = weight[:, :, 0, : place + 1] * (0.5 * k[:, :, : place + 1] @ q[:, :, place, :, None])[..., 0].exp()
+        row = terms / terms.sum(-1, keepdim=True) if place > 2 else torch.zeros_like(terms)
+        torch.testing.assert_close(matrix[:, :, place, : place + 1], row, rtol=1e-12, atol=1e-12)
+    assert torch.equal(matrix, matrix.tril())
+    torch.testing.assert_close(found, (matrix @ v).transpose(1, 2), rtol=1e-12, atol=1e-12)
+    alone, _ = attend_tokens(OPERATORS["softmax"], q, k, v, weight, **options)
+    torch.testing.assert_close(alone, found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", sorted({"dot", "factorized_gaussian", "siamese", "flare"}))
 def test_operators_without_a_state_are_refused(row: str) -> None:
     net = nn.Sequential(Decoder()).eval()
     replace_attention(net, row)

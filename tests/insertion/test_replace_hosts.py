@@ -452,13 +452,16 @@ class Undecided(nn.Module):
 
 def test_calls_that_are_not_answered_are_refused() -> None:
     module = Undecided()
+    twin = copy.deepcopy(module)
     wanted = module(TOKENS)
     replace_attention(module, "softmax")
     assert isinstance(module, Undecided)
     torch.testing.assert_close(module(TOKENS), wanted)
     with pytest.raises(ValueError, match=r"Undecided with softmax: .* does not use torch's scaled_dot.*; fix: leave"):
         module(TOKENS.repeat(1, 3, 1))
-    with pytest.raises(ValueError, match="Undecided with softmax: in causal attention"):
+    torch.testing.assert_close(module(TOKENS, is_causal=True), Undecided.forward(twin, TOKENS, is_causal=True))
+    replace_attention(module, "dot")
+    with pytest.raises(ValueError, match="Undecided with dot: in causal attention"):
         module(TOKENS, is_causal=True)
 
 

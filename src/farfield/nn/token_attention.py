@@ -85,6 +85,8 @@ def attend_tokens(
         measure = ((positions > 0).to(count.dtype), False, positions)
 
     def attend(values: Tensor) -> Tensor:  # (b, h, c, n) to (b, h, c, m)
+        if causal and operator.basis is None:
+            return _attend_pairs(q, k, values, None if valid is None else positions, dropout)
         if causal:
             return attend_causally(operator, q, k, values, positions)[0]
         return attend_heads(operator, q, k, values, *measure)
@@ -96,6 +98,15 @@ def attend_tokens(
     units = torch.eye(v.shape[3], dtype=v.dtype, device=v.device) * measure[0].mT.to(v.dtype)  # (b, 1, n, n)
     matrix = attend(units.expand(-1, v.shape[1], -1, -1)).mT
     return (matrix.to(value.dtype) @ value).transpose(1, 2).contiguous(), matrix
+
+
+def _attend_pairs(query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, dropout: float) -> Tensor:
+    """Attend by causal softmax from queries `(b, h, d, n)`, in which products have their scale, to keys of a weight."""
+    q, k, v = (each.mT for each in (query, key, value))
+    bias = None if weight is None else weight.log() + weight.new_ones(k.shape[2], k.shape[2]).tril().log()
+    bias = None if bias is None else bias.to(q.dtype)
+    options: Any = {"dropout_p": dropout, "is_causal": bias is None, "scale": 1.0}
+    return F.scaled_dot_product_attention(q, k, v, bias, **options).mT
 
 
 def _add_dropout(operator: Operator, dropout: float) -> Operator:

@@ -16,7 +16,7 @@ from farfield.insertion._places import parents
 from farfield.insertion._replace.calls import read_widths
 from farfield.insertion._replace.checking import check_supported, find_doubts
 from farfield.insertion._replace.finding import find_attention, find_learned
-from farfield.insertion._replace.hugging_face import choose, register_operator, uses_interface
+from farfield.insertion._replace.hugging_face import choose, is_causal, register_operator, uses_interface
 from farfield.insertion._replace.kinds import choose_kind, see_replaced
 from farfield.insertion._replace.learned import draw_parameters, set_parameters
 from farfield.insertion._replace.masks import resolve_operator
@@ -55,9 +55,10 @@ def replace_attention(
     * Rotary positions, by the names in the code: act as distances with `factorized`, `averaged`, `dot`, `inline`,
       `softmax`; other operators are an error, and in transformers use the rotated channels as they are, with a
       `UserWarning`, as wherever no name settles it.
-    * Causal attention, by `is_causal=True` in calls of torch's function or of `torch.nn.MultiheadAttention` and in
-      MONAI's blocks: by the operators of `ops.causal_attention`, of a whole sequence without cached keys.
-    * Other causal masks, sliding windows, relative positions and other biases differ between queries: an error, here
+    * Causal attention, by `is_causal=True` in calls of torch's function or of `torch.nn.MultiheadAttention`, in MONAI's
+      blocks and in decoders of transformers: by the operators of `ops.causal_attention` and by `softmax`, of a whole
+      sequence without cached keys (`use_cache=False`).
+    * Other masks of pairs, sliding windows, relative positions and other biases differ between queries: an error, here
       or, where only the arguments of a call show them, when the model first runs.
     * Saving a model of transformers: its configuration gets an entry that names this call. transformers (5.4 or later)
       refuses to load the model until `attn_implementation=` overrides the entry; this call then restores the outputs.
@@ -104,7 +105,7 @@ def replace_attention(
     # What can fail comes before the first change; what fails in between all the same is undone.
     kinds = {path: choose_kind(module) for path, module in chosen.items()}
     drawn = {path: draw_parameters(see_replaced(each), around[path], resolved) for path, each in chosen.items()}
-    hugging_face = [module for module in chosen.values() if uses_interface(module)]
+    hugging_face = {each: is_causal(each, around[path][1:]) for path, each in chosen.items() if uses_interface(each)}
     implementation = register_operator(name, resolved) if hugging_face else ""
     for text in find_doubts(model, name, resolved, around):
         warnings.warn(text, stacklevel=3)

@@ -34,7 +34,9 @@ def _find_obstacles(
     model: nn.Module, path: str, around: Sequence[nn.Module], operator: Operator
 ) -> Iterator[str | None]:
     module, kind, code = around[0], choose_kind(around[0]), _find_code(around[0])
-    yield find_attention_obstacle(module, around[1:]) if kind is None else kind.find_obstacle(module, operator)
+    yield (
+        find_attention_obstacle(module, around[1:], operator) if kind is None else kind.find_obstacle(module, operator)
+    )
     if code is not None and (bias := find_bias(module) or _find_shared_bias(model, path, code)):
         yield f"adds a bias to the products of queries and keys ({bias}), and there are no such products"
     rotation = next(filter(ROTATIONS.search, sorted(_read_names(around))), None)

@@ -16,10 +16,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from farfield._refusals import door, put_name
+from farfield._refusals import door, refusal
 from farfield.insertion._places import parse_source
 from farfield.insertion._replace.learned import attend_in_host
-from farfield.insertion._replace.masks import causal_error, find_obstacle, find_valid_positions, join_valid
+from farfield.insertion._replace.masks import (
+    check_causal,
+    find_obstacle,
+    find_order_obstacle,
+    find_ordered_keys,
+    find_valid_positions,
+    join_valid,
+)
 from farfield.insertion._replace.reading import list_code
 from farfield.ops.table import OPERATORS, Operator
 
@@ -30,6 +37,9 @@ _IGNORED = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
 )
+# The dtype of our masks of keys of causal attention, which are boolean of other attention. Transformers hands a mask of
+# four dimensions through from a model to the models within it.
+_ORDERED = torch.uint8
 
 
 def register_transformers() -> list[str]:
@@ -74,7 +84,7 @@ def register_operator(name: str, operator: Operator) -> str:
         number += 1
         implementation = f"farfield_{name}_{number}"
     AttentionInterface.register(implementation, partial(_attend_tokens_of_model, name, operator))
-    AttentionMaskInterface.register(implementation, partial(_make_mask, implementation))
+    AttentionMaskInterface.register(implementation, partial(_make_mask, implementation, operator))
     return implementation
 
 
@@ -98,16 +108,15 @@ def _attend_tokens_of_model(
             problem = f"this model calls its attention with {option}=…, which {name} does not support"
             fix = f"replace other layers only, replace_attention(…, where=…), or take a model without {option}."
             raise ValueError(f"{caller}: {problem}; fix: {fix}")
-    # As in transformers: the is_causal of the call, or a mask of pairs, takes precedence over the module's is_causal.
-    causal = options.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", False) and (attention_mask is None or attention_mask.ndim == 2)
-    if causal:
-        raise put_name(caller, causal_error())
-    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-        # Made for flash attention, which the layers that are not replaced still use.
-        attention_mask = attention_mask[:, None, None].bool()
     with door(caller):
+        causal, attention_mask = _read_order(module, operator, attention_mask, options.get("is_causal"))
+        if causal:
+            check_causal(operator, query, key)
+            if (options.get("sliding_window") or key.shape[2]) < key.shape[2]:
+                problem = (
+                    f"a window of {options['sliding_window']} of {key.shape[2]} positions, but all before it share"
+                )
+                raise refusal(ValueError, f"{problem} one summary; fix: leave this layer out by where=.")
         # The bias of T5's cross-attention is 0.
         valid = join_valid(find_valid_positions(attention_mask, key), find_valid_positions(bias, key))
         if (ends := options.get("cu_seq_lens_q")) is not None:  # of sequences packed into one
@@ -116,7 +125,30 @@ def _attend_tokens_of_model(
             valid = join_valid(valid, (of_query[:, None] == of_key)[None, None].expand(len(key), -1, -1, -1))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     wanted = bool(options.get("output_attentions"))
-    return attend_in_host(module, operator, query, key, value, valid, scale=scale, dropout=dropout, weights=wanted)
+    about: Any = {"scale": scale, "dropout": dropout, "weights": wanted, "causal": causal}
+    return attend_in_host(module, operator, query, key, value, valid, **about)
+
+
+def _read_order(
+    module: nn.Module, operator: Operator, mask: Tensor | None, called: bool | None
+) -> tuple[bool, Tensor | None]:
+    """Return whether a call is causal, and its mask of keys or pairs; `called` is the call's own `is_causal`."""
+    if isinstance(mask, Tensor) and mask.dtype == _ORDERED:
+        if called is None and getattr(module, "is_causal", True) is False:
+            problem = (
+                "the model asks for a causal mask, and the attention has is_causal=False, so that transformers' own"
+            )
+            fix = "is_causal = True, or False in the configuration, or leave this layer out by where=."
+            raise refusal(ValueError, f"{problem} is causal with padding or eager, and else is not; fix: {fix}")
+        return True, mask.bool()
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim == 4):
+        # It takes precedence over `is_causal`, as in transformers.
+        ordered = isinstance(mask, Tensor) and mask.shape[2] > 1 and find_order_obstacle(operator) is None
+        keys = find_ordered_keys(mask) if ordered else None
+        return keys is not None, mask if keys is None else keys
+    causal = bool(getattr(module, "is_causal", False) if called is None else called)
+    # A mask `(b, n)` is made for flash attention, which the layers that are not replaced still use.
+    return causal, None if mask is None else mask[:, None, None].bool()
 
 
 def _number_sequences(positions: Tensor, ends: Tensor) -> Tensor:
@@ -126,6 +158,7 @@ def _number_sequences(positions: Tensor, ends: Tensor) -> Tensor:
 
 def _make_mask(
     implementation: str,
+    operator: Operator,
     *,
     attention_mask: Tensor | None = None,
     mask_function: Callable[..., Any],
@@ -133,17 +166,19 @@ def _make_mask(
     kv_offset: int = 0,
     **options: Any,
 ) -> Tensor | None:
-    """Return which keys are valid, `(b, 1, 1, n)`, or pairs `(b, 1, m, n)` where a model asks for more than padding."""
+    """Return which keys are valid, `(b, 1, 1, n)`, of causal attention as `_ORDERED`; or else pairs `(b, 1, m, n)`."""
     from transformers import AttentionMaskInterface
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+    here = slice(kv_offset, kv_offset + kv_length)
     if mask_function is bidirectional_mask_function:
-        here = slice(kv_offset, kv_offset + kv_length)
         return None if attention_mask is None else attention_mask[:, None, None, here].bool()
     if mask_function is causal_mask_function:
-        problem = "the model requests a mask of pairs (causal_mask_function), but all queries share one summary"
-        fix = "take an encoder or a vision tower, or choose its layers by replace_attention(…, where=…)."
-        raise ValueError(f"{implementation}: {problem}; fix: {fix}")
+        if reason := find_order_obstacle(operator):
+            raise ValueError(f"{implementation}: the model requests a causal mask: {reason}")
+        if attention_mask is None:
+            return torch.ones(1, 1, 1, kv_length, dtype=_ORDERED, device=options["device"])
+        return attention_mask[:, None, None, here].bool().to(_ORDERED)
     # All queries may have the same keys all the same, in a short text or by a union with all pairs: attention looks.
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     make: Callable[..., Tensor] = AttentionMaskInterface()["sdpa"]
@@ -153,20 +188,28 @@ def _make_mask(
 
 def uses_interface(module: nn.Module) -> bool:
     """Whether a module looks its attention up in transformers' `AttentionInterface`, by a name in its config."""
+    return "ALL_ATTENTION_FUNCTIONS" in _list_names(module) and hasattr(module, "config")
+
+
+def _list_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names in the code of a module's forward."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
+    return () if code is None else code.co_names
 
 
-def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module]) -> str | None:
+def find_attention_obstacle(module: nn.Module, around: Iterable[nn.Module], operator: Operator) -> str | None:
     """Return why an attention of transformers cannot be replaced; None if its code and config show no reason."""
-    if _is_causal(module, around):
-        return "is causal: each query attends only to the positions before it, but all queries share one summary"
+    if is_causal(module, around) and (reason := find_order_obstacle(operator)):
+        return f"is causal: {reason}"
+    makers = (name for name in _list_names(module) if "mask" in name and inspect.ismethod(getattr(module, name, None)))
+    if maker := next(makers, None):
+        return f"makes a mask of its own, by {maker}, which may differ between queries"
     if getattr(module, "sliding_window", None) is not None:
         return "has a sliding window, but all queries share one summary"
     return None
 
 
-def _is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
+def is_causal(module: nn.Module, around: Iterable[nn.Module]) -> bool:
     """Whether an attention is causal; `around` has the modules around it, from the nearest to the model."""
     around = list(around)
     if any(map(_calls_as_causal, around)):
@@ -227,22 +270,23 @@ def _configs_of(model: nn.Module) -> set[int]:
     return known
 
 
-def choose(model: nn.Module, chosen: list[nn.Module], implementation: str) -> list[object]:
+def choose(model: nn.Module, chosen: Mapping[nn.Module, bool], implementation: str) -> list[object]:
+    """Select an implementation for attentions, each of which is causal or not; return their configs beyond a model."""
     sharing: dict[int, list[nn.Module]] = {}  # by the id of a config
     for module in filter(uses_interface, model.modules()):
         sharing.setdefault(id(module.config), []).append(module)
     within, outside = _configs_of(model), list[object]()
     for key, modules in sharing.items():
-        mine = [module for module in modules if any(module is other for other in chosen)]
+        mine = [module for module in modules if module in chosen]
         if mine and key not in within:
             outside.append(mine[0].config)
         if len(mine) < len(modules) or key not in within:
             for module in mine:
                 module.config = copy.copy(module.config)
         for module in mine:
-            # Only attention whose model makes bidirectional masks gets here; without a mask the flag would decide.
-            if getattr(module, "is_causal", False):
-                module.is_causal = cast(Any, False)
+            # Without a mask the flag decides, which some encoders have as True, and some decoders do not have.
+            if getattr(module, "is_causal", False) != chosen[module]:
+                module.is_causal = cast(Any, chosen[module])
             # A dictionary sets this config only; a string would also set the configs of other towers.
             cast(Any, module.config)._attn_implementation = {"": implementation}
     return outside

@@ -106,20 +106,36 @@ def _read_additive(mask: Tensor) -> Tensor:
     return weight
 
 
+def find_order_obstacle(operator: Operator) -> str | None:
+    """Return why a host's attention cannot be causal with an operator, and a fix; None if it can be."""
+    # Softmax of products has no state, and needs none here: a host passes all positions.
+    reason = None if operator.has_scale else find_causal_obstacle(operator)
+    if reason is None:
+        return None
+    problem = f"each query attends only to the positions before it, and the operator {reason}"
+    fix = f"take one of {CAUSAL}, or leave it out by where= with the paths of others, of an encoder or a vision tower."
+    return f"{problem}; fix: {fix}"
+
+
+def find_ordered_keys(mask: Tensor) -> Tensor | None:
+    """Return the valid keys `(b, 1, 1, n)` of a mask of pairs `(b, h, n, n)` that is causal among them; else None."""
+    valid, hidden = (mask, ~mask) if mask.dtype == torch.bool else (mask == 0, mask <= _MASKED)
+    if mask.requires_grad or mask.shape[-2] != mask.shape[-1] or not bool((valid | hidden).all()):
+        return None
+    keys = valid[:, :1, -1:]
+    ordered = keys & torch.ones_like(valid[0, 0]).tril()
+    # A query that attends to nothing is padding, whose row may hold anything.
+    same = (valid == ordered) | ~ordered.any(-1, keepdim=True)
+    return keys if bool(same.all()) else None
+
+
 def check_causal(operator: Operator, query: Tensor, key: Tensor) -> None:
     """Refuse causal attention from queries `(b, h, m, d)` of an operator without one, or with keys of calls before."""
-    if reason := find_causal_obstacle(operator):
-        problem = f"each query attends only to the positions before it, and the operator {reason}"
-        fix = f"take one of {CAUSAL}, or leave this layer out by where=."
-        raise refusal(ValueError, f"in causal attention {problem}; fix: {fix}")
+    if reason := find_order_obstacle(operator):
+        raise refusal(ValueError, f"in causal attention {reason}")
     if query.shape[2] != key.shape[2]:
         problem = f"each query has a key of its position, got {query.shape[2]} queries and {key.shape[2]} keys"
-        fix = "call it without the keys of earlier calls (a cache), with all positions."
+        fix = (
+            "call it without the keys of earlier calls (a cache; in transformers use_cache=False), with all positions."
+        )
         raise refusal(ValueError, f"in causal attention {problem}; fix: {fix}")
-
-
-def causal_error() -> ValueError:
-    """Return the error for causal attention."""
-    problem = "each query attends only to the positions before it, but all queries share one summary"
-    fix = "leave this layer out by where=, and take an encoder or a vision tower."
-    return refusal(ValueError, f"in causal attention {problem}; fix: {fix}")
