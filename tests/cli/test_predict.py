@@ -221,7 +221,7 @@ def test_a_plan_is_printed_and_nothing_written(command: str, capsys: pytest.Capt
     predict(f"{RIGHT} --tile 16 {'--plan' * (command == 'predict')}", command)
     text = capsys.readouterr().out
     assert text.startswith("Prediction of image.npy by Net of 114 parameters, nets_of_a_test.py:Net\n")
-    assert re.search(r"about \d\.\d\d GB of memory in the process, .* output of 0.00 GB, and 0.00 GB of disk", text)
+    assert re.search(r"about \d\.\d\d GB of memory in the process, .* output of [\d.]+ MB, and [\d.]+ MB of disk", text)
     assert re.search(r"about \d+ seconds at this speed", text)
     assert "9 tiles of 16 × 16 positions" in text
     assert [each for each in sorted(Path().rglob("*")) if "__pycache__" not in str(each)] == before

@@ -223,7 +223,8 @@ class StreamingPlan:
     def __str__(self) -> str:
         """Return the text that `predict_whole` prints."""
         memory, output, disk = (
-            f"{each / 1e9:,.2f} GB" for each in (self.process_bytes, self.output_bytes, self.disk_bytes)
+            f"{each / 1e9:,.2f} GB" if each >= 1e7 else f"{each / 1e6:,.2g} MB"
+            for each in (self.process_bytes, self.output_bytes, self.disk_bytes)
         )
         needs = f"about {memory} of memory in the process, beside the network; an output of {output}"
         return "\n".join([*self.lines(), needs + f", and {disk} of disk until it is finished" * bool(self.disk_bytes)])
