@@ -104,3 +104,11 @@ def test_trained_weights_are_not_drawn_again() -> None:
     for module in attention.modules():
         [getattr(module, name, None) for name in dir(module)]
     assert all(torch.equal(before[name], tensor) for name, tensor in attention.state_dict().items())
+
+
+def test_a_look_at_a_module_outside_transformers_draws_nothing() -> None:
+    norm = GridAttention(16, "siamese", project="qvo", coefficient_norm=True).coefficient_norm
+    nn.init.constant_(norm.weight, 3)
+    assert not norm._is_hf_initialized
+    assert not type(norm)._is_hf_initialized
+    assert bool((norm.weight == 3).all())
