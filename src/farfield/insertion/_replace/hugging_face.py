@@ -113,10 +113,9 @@ def _attend_tokens_of_model(
         if causal:
             check_causal(operator, query, key)
             if (options.get("sliding_window") or key.shape[2]) < key.shape[2]:
-                problem = (
-                    f"a window of {options['sliding_window']} of {key.shape[2]} positions, but all before it share"
-                )
-                raise refusal(ValueError, f"{problem} one summary; fix: leave this layer out by where=.")
+                window = f"a window of {options['sliding_window']} of {key.shape[2]} positions"
+                fix = "leave this layer out by where=."
+                raise refusal(ValueError, f"{window} differs between queries, which share one summary; fix: {fix}")
         # The bias of T5's cross-attention is 0.
         valid = join_valid(find_valid_positions(attention_mask, key), find_valid_positions(bias, key))
         if (ends := options.get("cu_seq_lens_q")) is not None:  # of sequences packed into one
@@ -135,11 +134,9 @@ def _read_order(
     """Return whether a call is causal, and its mask of keys or pairs; `called` is the call's own `is_causal`."""
     if isinstance(mask, Tensor) and mask.dtype == _ORDERED:
         if called is None and getattr(module, "is_causal", True) is False:
-            problem = (
-                "the model asks for a causal mask, and the attention has is_causal=False, so that transformers' own"
-            )
-            fix = "is_causal = True, or False in the configuration, or leave this layer out by where=."
-            raise refusal(ValueError, f"{problem} is causal with padding or eager, and else is not; fix: {fix}")
+            problem = "the model makes a causal mask, and its attention has is_causal=False"
+            fix = "set is_causal of each to True, or that of the configuration to False."
+            raise refusal(ValueError, f"{problem}, which transformers takes without padding; fix: {fix}")
         return True, mask.bool()
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim == 4):
         # It takes precedence over `is_causal`, as in transformers.
