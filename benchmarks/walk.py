@@ -30,7 +30,7 @@ from torchvision.models import resnet18
 import farfield
 from farfield import insert, ops
 from farfield.nn import GridAttention
-from farfield.streaming import predict_whole
+from farfield.streaming import Tiles, predict_whole
 
 ROOT = Path(farfield.__file__).parent
 # Files with checks of arguments.
@@ -121,7 +121,7 @@ def walks() -> dict[str, Callable[[], Any]]:
         "siamese_attention": lambda: ops.siamese_attention(image, image, image, weight=torch.randn(8)),
         "a training step, siamese": train,
         "insert": put,
-        "predict_whole": lambda: predict_whole(net, volume, tile=(8, 16, 16), quiet=True),
+        "predict_whole": lambda: predict_whole(net, volume, tile=Tiles((8, 16, 16), workers=1), quiet=True),
     }
 
 
