@@ -73,16 +73,18 @@ def attended(nested: bool) -> object:
     return network[0](tokens, tokens, tokens, key_padding_mask=None if nested else padding, need_weights=False)
 
 
-def gpt(name: str) -> Any:
-    """A model of transformers with an operator in place of its attention, and its result."""
+def gpt(operator: str, part: int = 0) -> Any:
+    """A decoder of transformers with an operator in place of its attention, and its result, the last `part` alone."""
     import transformers
 
     from farfield.insertion import register_transformers
 
     register_transformers()
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
-    config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation="farfield_linear_relu")
-    return getattr(transformers, f"{name}Model")(config).eval()(torch.ones(1, 4, dtype=torch.long))
+    config = transformers.GPT2Config(**sizes, attn_implementation=f"farfield_{operator}")
+    model, words = transformers.GPT2Model(config).eval(), torch.ones(1, 4, dtype=torch.long)
+    cache = model(words[:, :-part], use_cache=True).past_key_values if part else None
+    return model(words[:, -part:], past_key_values=cache, use_cache=bool(part))
 
 
 def encoder(layers: int = 2) -> nn.TransformerEncoder:
@@ -132,8 +134,15 @@ ROWS = [
     Row(
         "insertion/_replace/masks.py",
         lambda: own("factorized_gaussian", causal=True),
-        "linear_relu, linear_elu, hedgehog, inline, mala, or leave this layer out by where=",
+        "linear_relu, linear_elu, hedgehog, inline, mala, or leave it out by where=",
         lambda: own("linear_elu", causal=True),
+    ),
+    Row(
+        "insertion/_replace/masks.py",
+        lambda: gpt("linear_relu", part=1),
+        "use_cache=False",
+        lambda: gpt("linear_relu"),
+        needs="transformers",
     ),
     Row(
         "insertion/_replace/checking.py",
@@ -155,9 +164,9 @@ ROWS = [
     ),
     Row(
         "insertion/_replace/hugging_face.py",
-        lambda: gpt("GPT2"),
-        "take an encoder or a vision tower",
-        lambda: gpt("Bert"),
+        lambda: gpt("factorized_gaussian"),
+        "take one of factorized, averaged, linear_relu",
+        lambda: gpt("linear_relu"),
         needs="transformers",
     ),
     Row(
