@@ -102,9 +102,10 @@ def test_a_causal_block_of_monai() -> None:
     torch.testing.assert_close(block(x), block.out_proj(prefixes("mala", q, k, v)), rtol=1e-12, atol=1e-12)
 
 
-def test_dropout_leaves_each_position_its_prefix() -> None:
+@pytest.mark.parametrize("row", ["linear_elu", "softmax"])
+def test_dropout_leaves_each_position_its_prefix(row: str) -> None:
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 16, 0.5, batch_first=True), 1)
-    replace_attention(encoder, "linear_elu")
+    replace_attention(encoder, row)
     x, mask = torch.randn(2, 20, 32), nn.Transformer.generate_square_subsequent_mask(20)
     outputs = []
     for each in (x, torch.cat([x[:, :9], 3 * x[:, 9:]], 1)):

@@ -77,6 +77,7 @@ def attend_tokens(
         q, k = q.sum(2, keepdim=True), k.sum(2, keepdim=True)
     if operator.has_scale:
         q = q * scale
+    of_pairs = causal and operator.has_scale
     operator = _add_dropout(operator, dropout)
     count = v.new_ones((), dtype=accumulation(v.dtype)).expand(v.shape[0], 1, 1, v.shape[3])
     positions = count if valid is None else valid.to(count.dtype)
@@ -85,7 +86,7 @@ def attend_tokens(
         measure = ((positions > 0).to(count.dtype), False, positions)
 
     def attend(values: Tensor) -> Tensor:  # (b, h, c, n) to (b, h, c, m)
-        if causal and operator.basis is None:
+        if of_pairs:
             return _attend_pairs(q, k, values, None if valid is None else positions, dropout)
         if causal:
             return attend_causally(operator, q, k, values, positions)[0]

@@ -37,9 +37,9 @@ _IGNORED = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache"),
 )
-# The dtype of our masks of keys of causal attention, which are boolean of other attention. Transformers hands a mask of
-# four dimensions through from a model to the models within it.
-_ORDERED = torch.uint8
+# The dtype of our masks of keys of causal attention, which are boolean of other attention; no mask of a user has it.
+# Transformers hands a mask of four dimensions through from a model to the models within it.
+_ORDERED = torch.int16
 
 
 def register_transformers() -> list[str]:
