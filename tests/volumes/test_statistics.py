@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import zarr
 from farfield._checks import ShapeError
 from farfield.volumes import ImageMetadata, Volume, mean_and_std, open_volume, percentiles, statistics
 from farfield.volumes.statistics import mean_and_deviation, quantiles
+from helpers.lazy_arrays import STACK, Lazy, computed, counted
 
 SHARES = (0.0, 0.01, 0.5, 0.998, 1.0)
 
@@ -77,8 +80,23 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
     numbers = draw("f4")
     numbers[3, 1, 2, 4] = np.nan
     for call in (mean_and_deviation, lambda array, axes: quantiles(array, axes, [0.5])):
-        with pytest.raises(ValueError, match=r"not finite, in \[3:4, .*nan_to_num"):
+        with pytest.raises(ValueError, match=r"not finite, at positions 3:4 × .*nan_to_num"):
             call(numbers, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("call", [mean_and_std, lambda array: percentiles(array, [50])])
+def test_numbers_that_cannot_be_read_or_are_masked(call: Callable[[Any], object], tmp_path: Path) -> None:
+    numbers = draw("f4")[0]
+    zarr.create_array(str(tmp_path / "a.zarr"), data=numbers, chunks=(2, 20, 31))
+    chunk = tmp_path / "a.zarr" / "c" / "1" / "0" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:-9])
+    with pytest.raises(
+        (OSError, ValueError), match=r'cannot read positions 2:3 × 0:20 × 0:31, of ".*a\.zarr": .*; fix: '
+    ):
+        call(open_volume(tmp_path / "a.zarr"))
+    # A mask of NumPy that shows when a part is read.
+    with pytest.raises(ValueError, match=r"1 of .* positions that were read are masked"):
+        call(Lazy(np.ma.masked_equal(numbers, numbers[2, 3, 4])))
 
 
 # ---- of volumes, under a mask ----------------------------------------------------------------------------------------
@@ -127,3 +145,10 @@ def test_chunks_of_dask() -> None:
     numbers = draw("u2")[0, 0]
     [found] = percentiles(dask_array.from_array(numbers, chunks=((5, 15), (31,))), [90])
     assert found.item() == np.percentile(numbers, 90)
+
+
+def test_chunks_of_dask_are_computed_once(tmp_path: Path) -> None:
+    pytest.importorskip("dask.array")
+    [found] = percentiles(counted(tmp_path / "computed"), [90])  # of 32 bits: counted in two passes
+    assert found.item() == pytest.approx(np.percentile(STACK.astype(float), 90), rel=1e-14)
+    assert set(computed(tmp_path / "computed").values()) == {1}

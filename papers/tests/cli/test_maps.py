@@ -194,19 +194,6 @@ def test_health_of_an_untrained_network(photograph: Path, monkeypatch: pytest.Mo
     assert "mobilenet_v2 has no GridAttention that runs" in text
 
 
-@pytest.mark.long
-def test_scales_of_the_norms_over_the_epochs(runs: Path) -> None:
-    told = json.loads(run("--model", runs, "--norms", "--output", "norms.pdf", "--json"))
-    assert Path("norms.pdf").read_bytes().startswith(b"%PDF")
-    assert [one["epoch"] for one in told] == [1] * 10 + [2] * 10 + [3] * 10
-    last = torch.load(runs / "version_0" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
-    [one] = [one for one in told if (one["epoch"], one["layer"]) == (3, LAYER)]
-    assert one["scales"] == last[f"network.{LAYER}.coefficient_norm.weight"].double().tolist()
-    Path("few").mkdir()
-    shutil.copy(runs / "version_0" / "checkpoints" / "last.ckpt", "few/last.ckpt")
-    assert "For one point per epoch: farfield fit --checkpoint.save_top_k=-1" in run("--model", "few", "--norms")
-
-
 # ---- which network ---------------------------------------------------------------------------------------------------
 def test_a_run_its_checkpoints_and_a_saved_network_are_found(runs: Path) -> None:
     version = runs / "version_0"
@@ -312,7 +299,7 @@ def test_a_token_that_is_not_there(vit: tuple[object, ...], runs: Path, photogra
     text = refused("--model", runs, "--image", photograph, "--token", 0)
     assert f"{LAYER} has none; fix: --position ROW,COLUMN." in text
     text = refused(*vit, "--image", photograph, "--token", 0, "--basis")
-    assert "--position and --token, --basis, --norms, --health show one thing each; give one of them" in text
+    assert "--position and --token, --basis, --health show one thing each; give one of them" in text
 
 
 # ---- a run that was sent ---------------------------------------------------------------------------------------------
@@ -436,11 +423,11 @@ def test_the_weights_that_a_run_started_from_are_not_read(photograph: Path) -> N
         (("--basis", "--slot", "2"), "--slot 2: a head has 2 slots; fix: --slot 0 to 1, or leave it out."),
         (
             ("--basis", "--position", "1,1"),
-            "--position and --token, --basis, --norms, --health show one thing each; give one of them",
+            "--position and --token, --basis, --health show one thing each; give one of them",
         ),
         (
-            ("--norms", "--health"),
-            "--position and --token, --basis, --norms, --health show one thing each; give one of them",
+            ("--basis", "--health"),
+            "--position and --token, --basis, --health show one thing each; give one of them",
         ),
         (
             ("--position", "1,1", "--output", "maps.doc"),
@@ -472,9 +459,6 @@ def test_bad_models(photograph: Path) -> None:
     models.mobilenet_v2(num_classes=3, width=0.25).save_pretrained("none")
     text = refused("--model", "none", "--image", photograph)
     assert "mobilenet_v2 has no GridAttention that runs; fix: a network with attention" in text
-    assert "--norms reads the checkpoints (*.ckpt) of a run, and none has none." in refused(
-        "--model", "none", "--norms"
-    )
     assert "there is no folder" in refused("--model", "./nowhere", "--image", photograph)
     Path("axes").mkdir()
     Path("axes/config.yaml").write_text("model: [")
@@ -482,7 +466,7 @@ def test_bad_models(photograph: Path) -> None:
     assert "config.yaml is damaged, not YAML" in refused("--model", "axes", "--image", photograph)
     shutil.rmtree("axes")
     Path("broken.ckpt").write_bytes(b"no checkpoint")
-    assert "is damaged" in refused("--model", "broken.ckpt", "--norms")
+    assert "is damaged" in refused("--model", "broken.ckpt", "--image", photograph)
     models.kanet_kv(num_classes=3, width=0.25).save_pretrained("axes")
     text = refused("--model", "axes", "--image", photograph, "--basis")
     assert "basis_masks: kronecker_kv has no basis, each index of each axis is its own slot" in text

@@ -231,7 +231,10 @@ def test_grey_levels_are_percentiles(dtype: str) -> None:
     ("stack", "text"),
     [
         (np.full((4, 8, 8), 7, np.uint16), "as good as constant: its percentiles 2.0 and 99.8 are both 7"),
-        (np.where(np.arange(256) == 3, np.nan, 1.0).reshape(4, 8, 8), "1 of 256 positions are no numbers"),
+        (
+            np.where(np.arange(256) == 3, np.nan, 1.0).reshape(4, 8, 8),
+            "numbers that are not finite, at positions 0:4 × 0:8 × 0:8",
+        ),
         (np.ones((8, 8)), "restores grids of 3 spatial dims, the stack has 2: (8, 8)"),
     ],
 )

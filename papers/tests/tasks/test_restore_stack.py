@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import tifffile
 import torch
-import zarr
 from torch import nn
 
-from farfield.volumes import ImageMetadata, Volume, open_volume
+from farfield.volumes import ImageMetadata, Volume
 from farfield_papers import models
 from farfield_papers.data.readers.volumes import open_stack_volume
-from farfield_papers.tasks.restore_stack import find_grey_levels, restore
-from helpers.file_formats import FORMATS, STACK
-from helpers.lazy_arrays import STACK as FLOATS
-from helpers.lazy_arrays import Lazy, computed, counted
+from farfield_papers.tasks.restore_stack import restore
+from helpers.file_formats import FORMATS
+from helpers.lazy_arrays import Lazy
 from helpers.streamed_nets import settled
 
 MASKED = r"restore: 1 of [\d,]+ positions that were read are masked"
@@ -33,28 +31,6 @@ def test_farfield_predict_reads_what_open_volume_opens(name: str, tmp_path: Path
 
 
 # ---- grey levels -----------------------------------------------------------------------------------------------------
-def test_grey_levels_compute_each_chunk_once(tmp_path: Path) -> None:
-    pytest.importorskip("dask.array", reason="dask is not installed, which the extra dev has")
-    assert find_grey_levels(counted(tmp_path / "computed")) == find_grey_levels(FLOATS)
-    assert set(computed(tmp_path / "computed").values()) == {1}
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "float32"])
-def test_a_damaged_chunk_of_a_stack_is_named(dtype: str, tmp_path: Path) -> None:
-    zarr.create_array(str(tmp_path / "a.zarr"), data=STACK.astype(dtype), chunks=(2, 20, 18))
-    volume, chunk = open_volume(tmp_path / "a.zarr"), tmp_path / "a.zarr" / "c" / "1" / "0" / "0"
-    chunk.write_bytes(chunk.read_bytes()[:-9])
-    with pytest.raises((OSError, ValueError), match=r'^restore: cannot read plane 2, of ".*a.zarr": .*; fix: write or'):
-        find_grey_levels(volume.array)
-
-
-def test_masks_of_chunks_are_seen() -> None:
-    stack = np.ma.masked_equal(np.arange(8 * 64 * 48, dtype="float32").reshape(8, 64, 48), 5000)
-    chunked = type("Chunked", (Lazy,), {"chunks": (8, 64, 48)})
-    with pytest.raises(ValueError, match=MASKED):
-        find_grey_levels(chunked(stack))
-
-
 @pytest.mark.parametrize("channels", [1, 2])
 def test_grey_levels_are_restored_by_a_network_of_half_precision(channels: int) -> None:
     stack = np.linspace(1000, 65000, channels * 4 * 9 * 11).reshape(channels, 4, 9, 11).astype("uint16")

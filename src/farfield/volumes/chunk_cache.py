@@ -28,7 +28,7 @@ class ChunkCache(SlicedArray):
 
     def __init__(self, array: Any, most: int) -> None:
         self.array, self.most, self.kept = array, most, OrderedDict[tuple[int, ...], np.ndarray]()
-        self.shape, self.dtype, self.bytes = tuple(array.shape), array.dtype, 0
+        self.shape, self.dtype, self.chunks, self.bytes = tuple(array.shape), array.dtype, array.chunks, 0
         self.is_computed = any(isinstance(own, tuple) for own in array.chunks)
         # Where the chunks of each axis start, and where the last ends, at most behind the axis.
         self.edges = [_find_edges(own, length) for own, length in zip(array.chunks, self.shape, strict=True)]

@@ -13,8 +13,10 @@ from torch import Tensor
 from farfield._checks import ShapeError
 from farfield._refusals import door, refusal
 from farfield.volumes.checks import check_volume
+from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.matched_masks import match_mask
 from farfield.volumes.sink import dtype_of_array, to_numpy
+from farfield.volumes.source import explain_error, without_mask
 from farfield.volumes.volume import split_volume
 
 # Positions that are read at a time.
@@ -146,6 +148,7 @@ def quantiles(
     part by part: numbers are counted by their bits, the first 16 of them in a first pass, and the next of those that
     may be the ones asked for in another; so the result is exact, of 16 bits in one pass, of 32 in two, of 64 in four.
     """
+    array = keep_chunks(array)
     shape = [1 if axis in axes else length for axis, length in enumerate(array.shape)]
     count = _count_valid(mask, array.shape, axes)
     places = [share * (count - 1) if method == "linear" else max(math.ceil(share * count) - 1, 0) for share in shares]
@@ -176,11 +179,12 @@ def _select(
             valid = _valid(mask, index, axes)
             part = _read(array, index, valid)
             keys = _order_bits(part if mask is None else part[np.broadcast_to(valid, part.shape)]).ravel()
-            above = keys >> np.uint64(shift + width) if shift + width < bits else np.zeros_like(keys)
-            digits = (keys >> np.uint64(shift)) & np.uint64((1 << width) - 1)
+            digits = keys >> keys.dtype.type(shift) & keys.dtype.type((1 << width) - 1)
+            is_first = shift + width == bits
+            above = None if is_first else keys >> keys.dtype.type(shift + width)
             for first, histogram in counts.items():
-                own = digits[above == np.uint64(first)].astype(np.int64)
-                histogram += np.bincount(own, minlength=len(histogram))
+                own = digits if is_first else digits[above == keys.dtype.type(first)]
+                histogram += np.bincount(own.astype(np.intp), minlength=len(histogram))
         for rank, (first, within) in known.items():
             up_to = counts[first].cumsum()
             digit = int(np.searchsorted(up_to, within, side="right"))
@@ -190,13 +194,12 @@ def _select(
 
 def _order_bits(numbers: np.ndarray) -> np.ndarray:
     """Return integers without signs that are in the order of the numbers."""
-    kind, bits = numbers.dtype.kind, 8 * numbers.dtype.itemsize
-    keys = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}").astype(np.uint64)
-    sign, all_ones = np.uint64(1 << (bits - 1)), np.uint64((1 << bits) - 1)
+    kind, keys = numbers.dtype.kind, np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
+    sign = keys.dtype.type(1 << (8 * numbers.dtype.itemsize - 1))
     if kind == "i":
         return keys ^ sign
     if kind == "f":
-        return np.where(keys & sign, keys ^ all_ones, keys | sign)
+        return np.where(keys & sign, ~keys, keys | sign)
     return keys
 
 
@@ -254,13 +257,18 @@ def _valid(mask: Any, index: tuple[slice, ...], axes: Collection[int]) -> Any:
 
 
 def _read(array: Any, index: tuple[slice, ...], valid: Any = True) -> np.ndarray:
-    part = np.asarray(array[index])
+    positions = "positions " + " × ".join(f"{each.start}:{each.stop}" for each in index)
+    try:
+        part = array[index]
+    # Codecs and libraries of files raise all kinds of errors for damaged chunks.
+    except Exception as error:
+        raise explain_error(error, array, "farfield", positions) from error
+    part = without_mask(part)
     part = part.astype(_plain_dtype(part.dtype), copy=False)
     if part.dtype.kind == "f" and not (np.isfinite(part) | ~np.asarray(valid)).all():
-        region = ", ".join(f"{each.start}:{each.stop}" for each in index)
         raise refusal(
             ValueError,
-            f"the volume has numbers that are not finite, in [{region}], and so no mean or percentile; fix: "
+            f"the volume has numbers that are not finite, at {positions}, and so no mean or percentile; fix: "
             "numpy.nan_to_num(volume), or a mask that is False there.",
         )
     return part

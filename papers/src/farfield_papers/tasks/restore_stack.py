@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,15 +20,13 @@ from farfield.streaming.engines.local import write_whole
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
 from farfield.volumes.axes_view import AxesView, order_axes
-from farfield.volumes.chunk_cache import keep_chunks
 from farfield.volumes.sink import check_path, to_numpy
-from farfield.volumes.source import explain_error, narrowed, without_mask
+from farfield.volumes.source import narrowed, without_mask
+from farfield.volumes.statistics import quantiles
 from farfield.volumes.volume import split_volume, take_samples
 
 # Percentiles of a stack that become 0 and 1 (CARE's for prediction).
 _PERCENTILES = (2.0, 99.8)
-# Stacks of more positions, but for unsigned ones up to 16 bits, have percentiles estimated from evenly spaced planes.
-_COUNTED = 2**25
 
 
 class ScaledNetwork(nn.Module):
@@ -197,20 +194,8 @@ def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> 
 @door("restore")
 def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES) -> tuple[float, float]:
     """Return the grey levels of two percentiles, from 0 to 100, of a stack that need not fit in memory."""
-    dtype, stack = np.dtype(stack.dtype), keep_chunks(stack)
-    if dtype.kind == "u" and dtype.itemsize <= 2:
-        low, high = _count_levels(stack, percentiles)
-    else:
-        step = max(1, math.ceil(math.prod(stack.shape) / _COUNTED))
-        planes = np.stack([_read_plane(stack, index) for index in range(0, stack.shape[0], step)])
-        if not np.isfinite(planes).all():
-            faults = int((~np.isfinite(planes)).sum())
-            raise refusal(
-                ValueError,
-                f"{faults} of {planes.size} positions are no numbers (NaN or infinite); "
-                "fix: crop the stack, or replace them, e.g. numpy.nan_to_num.",
-            )
-        low, high = (float(level) for level in np.percentile(planes, percentiles))
+    levels = quantiles(stack, range(len(stack.shape)), [each / 100 for each in percentiles])
+    low, high = (level.item() for level in levels)
     if high <= low:
         raise refusal(
             ValueError,
@@ -218,26 +203,3 @@ def find_grey_levels(stack: Any, percentiles: tuple[float, float] = _PERCENTILES
             f"both {low:g}, and cannot become 0 and 1; fix: crop the stack to the region that is not background.",
         )
     return low, high
-
-
-def _read_plane(stack: Any, index: int) -> NDArray[Any]:
-    try:
-        plane = stack[index]
-    # Codecs and libraries of files raise all kinds of errors for damaged chunks.
-    except Exception as error:
-        raise explain_error(error, stack, "restore", f"plane {index}") from error
-    return without_mask(plane)
-
-
-def _count_levels(stack: Any, percentiles: tuple[float, float]) -> tuple[float, float]:
-    counts = np.zeros(256 ** np.dtype(stack.dtype).itemsize, np.int64)
-    for index in range(stack.shape[0]):
-        counts += np.bincount(_read_plane(stack, index).ravel(), minlength=len(counts))
-    up_to = np.cumsum(counts)
-    # Interpolated as in numpy.percentile.
-    levels = []
-    for percentile in percentiles:
-        place = percentile / 100 * (up_to[-1] - 1)
-        below, above = np.searchsorted(up_to, [math.floor(place), math.ceil(place)], side="right")
-        levels.append(float(below + (above - below) * (place - math.floor(place))))
-    return levels[0], levels[1]

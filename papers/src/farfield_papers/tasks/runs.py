@@ -17,7 +17,7 @@ from farfield_papers.tasks.checkpoints import CheckpointError, check_same_networ
 from farfield_papers.tasks.configuration import read_configuration, section
 from farfield_papers.tasks.logs import number
 
-_CONFIG, PREFIX = "config.yaml", "network."
+_CONFIG, _PREFIX = "config.yaml", "network."
 # Networks that the configuration of a run may build. The run may come from anybody: others are built by the caller.
 _BUILDERS = {**models.MODELS, "kanet": models.kanet}
 _NETWORKS = {f"farfield_papers.models.{name}": build for name, build in _BUILDERS.items()}
@@ -58,15 +58,15 @@ def load_run(source: str, build: Callable[[ClassEntry], nn.Module] | None = None
         ValueError: If the configuration does not describe a network of farfield; `UnknownNetworkError` if it names
             another, or none.
     """
-    path = newest(Path(source).expanduser())
+    path = _newest(Path(source).expanduser())
     path = path.parent if path.suffix == ".safetensors" else path
-    files = checkpoints(path)
+    files = _checkpoints(path)
     task, entry, data = _read_configuration(path)
     if build is None and not path.is_file() and ((path / "config.json").is_file() or not files):
         network: nn.Module = models.from_pretrained(path if path.is_dir() else source)
     elif files:
         weights = read(files[0])["state_dict"]
-        consume_prefix_in_state_dict_if_present(weights, PREFIX)
+        consume_prefix_in_state_dict_if_present(weights, _PREFIX)
         network = _build(entry, weights) if build is None else build(entry)
         check_same_network(network.state_dict(), weights)
         network.load_state_dict(weights)
@@ -75,13 +75,13 @@ def load_run(source: str, build: Callable[[ClassEntry], nn.Module] | None = None
     return LoadedRun(network.eval(), task, data)
 
 
-def newest(path: Path) -> Path:
+def _newest(path: Path) -> Path:
     """Return the newest run in a folder of runs; return any other path unchanged."""
-    runs = [run for run in path.glob("version_*") if (run / "config.json").is_file() or checkpoints(run)]
+    runs = [run for run in path.glob("version_*") if (run / "config.json").is_file() or _checkpoints(run)]
     return max(runs, key=number, default=path)
 
 
-def checkpoints(path: Path) -> list[Path]:
+def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoints of a file, a folder or a run: the best first, then the last, then the others."""
     if path.is_file():
         return [path]

@@ -22,7 +22,6 @@ from farfield_papers.cli.maps.views import (
     select_layer,
     show_masks,
     show_rows,
-    show_scales,
 )
 
 
@@ -33,7 +32,6 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
     position: list[Pixel] | None = None,
     token: list[Index] | None = None,
     basis: bool = False,
-    norms: bool = False,
     health: bool = False,
     layer: str | None = None,
     head: Index | None = None,
@@ -48,7 +46,6 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
         farfield maps --model runs/imagenette --image photo.jpg --position 120,80 --position 40,200
         farfield maps --model runs/imagenette --image photo.jpg --image other.jpg --basis
         farfield maps --model vit.ckpt --network my_networks.build --image photo.jpg --token 0
-        farfield maps --model runs/imagenette --norms
         farfield maps --network kanet_qkv --image photo.jpg --health
 
     The first command lists the attention layers. The last measures the response and the gradients of each layer. The
@@ -61,7 +58,6 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
         position: A pixel of the photograph, the query; may be given several times.
         token: A token before the patches of a transformer, the query: 0 is its class token; may be given several times.
         basis: Draw the basis masks of the slots.
-        norms: Draw the learned scales of the norms in each checkpoint of a run.
         health: Measure the response and the gradients of each layer.
         layer: The path of a layer (default: the first layer with the finest grid).
         head: One head, from 0 (default: the average of all; with --basis all).
@@ -75,20 +71,14 @@ def show_maps(  # noqa: PLR0913  (the options of a command)
     queries: list[Pixel | Index] = [*(position or []), *(token or [])]
     if not (model or (health and network)):
         raise CommandLineError("give a network, --model; --health also takes an untrained one, --network")
-    if not (norms or images):
-        raise CommandLineError(
-            "give a photograph, --image photo.jpg, or --norms for the scales of the norms over training"
-        )
-    if norms + bool(queries) + basis + health > 1:
-        raise CommandLineError(
-            "--position and --token, --basis, --norms, --health show one thing each; give one of them"
-        )
+    if not images:
+        raise CommandLineError("give a photograph, --image photo.jpg")
+    if bool(queries) + basis + health > 1:
+        raise CommandLineError("--position and --token, --basis, --health show one thing each; give one of them")
     if len(images) > 1 and not basis:
         raise CommandLineError("only --basis takes several photographs; give one --image")
     with door("farfield maps"):
         check_not_input(output, images)
-    if norms:
-        return _write_view(show_scales(str(model)), output)
     photographs = [read_photograph(path) for path in images]
     trained = load(model, network) if model else build_untrained(str(network))
     if health:
@@ -115,7 +105,7 @@ _TEXTS |= dict.fromkeys(("sum", "mean", "smallest", "largest"), "{:.4g}".format)
 _TEXTS |= dict.fromkeys(("response", "constant", "host", *PARTS), "{:.2g}".format)
 _TEXTS |= dict.fromkeys(("identity", "cut"), lambda value: "yes" if value else "")
 # Long values: printed by --json and --csv only.
-_LONG = ("row", "mask", "scales")
+_LONG = ("row", "mask")
 
 
 def _write_view(view: View, output: Path) -> Table:

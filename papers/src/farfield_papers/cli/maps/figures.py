@@ -1,8 +1,8 @@
-"""The figures of `farfield maps`: attention rows (FA Figure 2), basis masks (FA Figure 7), and norm scales by epoch."""
+"""The figures of `farfield maps`: attention rows (FA Figure 2) and basis masks (FA Figure 7)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,24 +67,6 @@ def draw_masks(rows: Sequence[tuple[Photograph, Sequence[Heat]]], title: str, no
         for heat, axis in zip(heats, positions[1:], strict=True):
             _show(axis, photograph, overlay(photograph.shown, heat.weights, full=full), heat.label)
     _add_colour_bar(figure, axes, every, full)
-    return figure
-
-
-def draw_scales(epochs: Sequence[int], scales: Mapping[str, np.ndarray], title: str, note: str) -> Figure:
-    """Draw the learned scales of each layer's norm `(epochs, scales)` over the epochs, one line per scale."""
-    columns = min(5, len(scales))
-    figure, axes = panels(-(-len(scales) // columns), columns, 0.75, title, note)
-    for (name, values), axis in zip(scales.items(), axes.ravel(), strict=False):
-        axis.set_axis_on()
-        axis.plot(epochs, values, color="#2f7bff", alpha=max(0.25, values.shape[1] ** -0.5), linewidth=1.2)
-        axis.axhline(1, color=_FAINT, linewidth=0.7, linestyle=":")
-        axis.set_title(name, fontsize=8, color=_INK)
-        axis.tick_params(labelsize=7, colors=_FAINT)
-        axis.spines[:].set_color(_FAINT)
-    limits = [bound for values in scales.values() for bound in (values.min(), values.max(), 1.0)]
-    margin = 0.05 * (max(limits) - min(limits)) or 0.05
-    for axis in axes.ravel()[: len(scales)]:
-        axis.set_ylim(min(limits) - margin, max(limits) + margin)
     return figure
 
 

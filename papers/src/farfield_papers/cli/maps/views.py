@@ -1,4 +1,4 @@
-"""The views of `farfield maps`: layers, health, attention rows, basis masks, and norm scales over training."""
+"""The views of `farfield maps`: layers, health, attention rows and basis masks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from farfield.maps.health import PARTS
 from farfield.maps.layer import place_on_image, tokens_before
 from farfield.volumes.readers import READERS
 from farfield_papers.cli.loaded_network import LoadedNetwork
-from farfield_papers.cli.maps.figures import COLOURS, PANELS, Heat, Photograph, draw_masks, draw_rows, draw_scales
-from farfield_papers.tasks.checkpoints import read
-from farfield_papers.tasks.runs import PREFIX, checkpoints, newest
+from farfield_papers.cli.maps.figures import COLOURS, PANELS, Heat, Photograph, draw_masks, draw_rows
 
 # The largest height or width of a shown photograph, in pixels.
 _SHOWN = 800
@@ -237,36 +235,3 @@ def _select_slots(masks: Tensor, head: int | None, slots: list[int] | None) -> l
             raise ValueError(f"--slot {slot}: a head has {every} slots; fix: --slot 0 to {every - 1}, or leave it out.")
     pairs = [(one, slot) for one in (range(heads) if head is None else [head]) for slot in slots or range(every)]
     return pairs if slots else pairs[:PANELS]
-
-
-def show_scales(model: str) -> View:
-    """Show the learned scales of the norms in each checkpoint of a run."""
-    files = checkpoints(newest(Path(model).expanduser()))
-    if not files:
-        raise ValueError(f"--norms reads the checkpoints (*.ckpt) of a run, and {model} has none.")
-    states = {}
-    for checkpoint in map(read, files):
-        states[int(checkpoint.get("epoch", 0)) + 1] = maps.norm_scales(checkpoint["state_dict"])
-    epochs = sorted(states)
-    if not states[epochs[0]]:
-        raise ValueError(f"no attention in {files[0]} has a norm; fix: GridAttention(coefficient_norm=True).")
-    scales = {
-        name.removeprefix(PREFIX): np.stack([states[epoch][name].double().numpy() for epoch in epochs])
-        for name in states[epochs[0]]
-    }
-    numbers: list[Row] = [
-        {
-            "epoch": epoch,
-            "layer": name,
-            "mean": float(values[index].mean()),
-            "smallest": float(values[index].min()),
-            "largest": float(values[index].max()),
-            "scales": values[index].tolist(),
-        }
-        for index, epoch in enumerate(epochs)
-        for name, values in scales.items()
-    ]
-    heading = "Learned scales of the norms inside attention over the epochs"
-    lines = "One line per head where products are normalised, one per channel where responses are; all start at 1."
-    keep = "For one point per epoch: farfield fit --checkpoint.save_top_k=-1 --checkpoint.filename '{epoch}'"
-    return View("Scales of the norms", numbers, [keep] * (len(epochs) < 3), draw_scales(epochs, scales, heading, lines))
