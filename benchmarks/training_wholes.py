@@ -9,9 +9,10 @@ Each way runs in a process of its own, which makes one step at a small length fi
 thread, medians of `--repeats` steps; MiB are how much the process's own memory (RssAnon, looked at each 10 ms) grows
 at most over that after the small step, the volume and its labels included; pages of files are the system's to take.
 *off* is the largest difference of a gradient of a parameter to that of the untiled network, relative to the largest
-number of all. `checkpoints` recomputes each child of the network in the backward pass (`torch.utils.checkpoint`);
-`tiles, files` stores values between passes in files, and `all in tiles, files` has the loss in tiles too. With
-`--limit` each process may take so many MiB of data, and a way that needs more says so.
+number of all; where `--ways` begins with `"untiled, float64"`, to that. `checkpoints` recomputes each child of the
+network in the backward pass (`torch.utils.checkpoint`); `tiles, files` stores values between passes in files, and
+`all in tiles, files` has the loss in tiles too. With `--limit` each process may take so many MiB of data, and a way
+that needs more says so.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from farfield import WholeNetwork
 from farfield.streaming import Tiles
 
 WAYS = ("untiled", "checkpoints", "tiles", "tiles, files", "all in tiles, files")
+PRECISE = "untiled, float64"
 MEBIBYTE = 2**20
 # Length of the step that a process makes first: twice a stride of 32.
 WARM = 64
@@ -65,7 +67,10 @@ def make_step(way: str, name: str, tile: int, length: int) -> tuple[nn.Module, C
     volume = torch.randn(1, row.channels, *(length,) * row.dims)
     labels = (volume[:, 0] > 0).long()
     disk = Tiles(tile, disk=10**12)
+    if way == PRECISE:
+        network, volume = network.double(), volume.double()
     run = {
+        PRECISE: lambda: network,
         "untiled": lambda: network,
         "checkpoints": lambda: add_checkpoints(network),
         "tiles": lambda: WholeNetwork(network, tile=Tiles(tile, disk=0)),
@@ -138,7 +143,7 @@ def main() -> None:
     parser.add_argument("--network", choices=recorded.NETWORKS, nargs="+", default=["BasicUNet"])
     parser.add_argument("--length", type=int, default=96)
     parser.add_argument("--tile", type=int, default=48)
-    parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
+    parser.add_argument("--ways", choices=(PRECISE, *WAYS), nargs="+", default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--limit", type=int, help="MiB of data that a process may take beyond what it has")
     parser.add_argument("--gradients", type=Path, help=argparse.SUPPRESS)
@@ -155,6 +160,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             files = {way: Path(folder) / way for way in options.ways}
             first: dict[str, Any] = {}
+            reference = PRECISE if PRECISE in options.ways else "untiled"
             for way, file in files.items():
                 row = measure_apart(way, arguments, file)
                 if row["seconds"] is None:
@@ -162,7 +168,7 @@ def main() -> None:
                     continue
                 first = row if way == "untiled" else first
                 ratios = [f"{row[key] / first[key]:.2f}" if first else "" for key in ("seconds", "memory")]
-                off = f"{compare(file, files['untiled']):.0e}" if first and way != "untiled" else ""
+                off = f"{compare(file, files[reference]):.0e}" if way != reference and files[reference].exists() else ""
                 numbers_of = (f"{row['seconds']:.1f}", ratios[0], f"{row['memory'] / MEBIBYTE:,.0f}", ratios[1])
                 print(f"| {name} | {size} | {way} | {' | '.join(numbers_of)} | {row['loss']:.6f} | {off} |", flush=True)
 
