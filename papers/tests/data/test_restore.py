@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from scipy.ndimage import maximum_filter
 
-from farfield.volumes import open_volume
+from farfield.streaming.engines.local import write_whole
+from farfield.volumes import ImageMetadata, open_volume
 from farfield.volumes.readers import READERS
 from farfield_papers.data.patches import Patches
 from farfield_papers.data.readers import volumes
@@ -279,6 +280,15 @@ def test_stacks_are_read_by_their_axes(tmp_path: Path, shape: tuple[int, ...], o
     path = tmp_path / ("a.ome.tif" if options.get("ome") else "a.tif")
     tifffile.imwrite(path, STACK.reshape(shape), photometric="minisblack", **options)
     np.testing.assert_array_equal(open_stack(path, 3), STACK)
+
+
+@pytest.mark.parametrize("axes", [None, "ZYX"])
+def test_a_stack_of_one_channel_that_farfield_wrote_is_restored(tmp_path: Path, axes: str | None) -> None:
+    path = tmp_path / "a.ome.tif"
+    write_whole("restore", path, STACK[None], ImageMetadata("CZYX", {"Z": 0.3}, {"Z": "micrometer"}), False)
+    volume = volumes.open_stack_volume(path, 3, axes, None)
+    np.testing.assert_array_equal(volume[:], STACK)
+    assert volume.metadata.spacing == {"Z": 0.3}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import tifffile
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
-from farfield.volumes.axes_view import AxesView
+from farfield.volumes.axes_view import crop_array
 from farfield.volumes.file_name import FileName
 from farfield.volumes.readers import open_tiff
 from farfield.volumes.tiff_parts import check_parts, check_planes, describe_series
@@ -97,26 +97,21 @@ def open_stack(
     """Open a stack `(z, y, x)` or an image `(y, x)`; `axes` None takes the file's, `lazy` as for `open_array`."""
     with open_tiff_file(path) as file:
         shape, letters = tuple(file.series[0].shape), (axes or file.series[0].axes).upper()
-    place = _find_channels_axis(shape, letters)
+    place, index = _find_channels_axis(shape, letters), list[int | slice]([0] * len(shape))
     if channel is None or place is None:
         keep = _find_axes(path, shape, letters, spatial_dims)
-        return _keep_axes(open_array(path, lazy), shape, keep, {})
-    if not 0 <= channel < shape[place]:
+    elif not 0 <= channel < shape[place]:
         raise FolderError(
             f"{path} has {shape[place]} channels, and no channel {channel}.\n"
             f"  fix: --data.channel, a number from 0 to {shape[place] - 1}."
         )
-    left, one = letters[:place] + letters[place + 1 :], (*shape[:place], *shape[place + 1 :])
-    keep = [axis + (axis >= place) for axis in _find_axes(path, one, left, spatial_dims, place)]
-    return _keep_axes(open_array(path, lazy), shape, keep, {place: [channel]})
-
-
-def _keep_axes(array: Any, shape: Sequence[int], keep: Sequence[int], taken: dict[int, list[int]]) -> Any:
-    """Return an array with some of its axes, at one index of an axis in `taken`; the others have length 1."""
-    if isinstance(array, np.ndarray):
-        index = tuple(taken[axis][0] if axis in taken else slice(None) for axis in range(len(shape)))
-        return array.reshape(shape)[index].reshape([shape[axis] for axis in keep])
-    return AxesView(array, keep, {axis: [0] for axis in range(len(shape)) if axis not in keep} | taken)
+    else:
+        left, one = letters[:place] + letters[place + 1 :], (*shape[:place], *shape[place + 1 :])
+        keep = [axis + (axis >= place) for axis in _find_axes(path, one, left, spatial_dims, place)]
+        index[place] = channel
+    for axis in keep:
+        index[axis] = slice(None)
+    return crop_array(open_array(path, lazy), tuple(index))
 
 
 def _find_channels_axis(shape: Sequence[int], letters: str) -> int | None:
@@ -152,8 +147,12 @@ def open_array(path: Path, lazy: bool = False) -> Any:
         in_one_piece = series.dataoffset is not None
     with name_file(path):
         if lazy and not in_one_piece:
-            return open_tiff(FileName(path, "", 0, 0))[0]
-        return tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
+            array, metadata = open_tiff(FileName(path, "", 0, 0))
+            # Without the axes of length 1 that farfield has written, which tifffile leaves out.
+            own = series.axes.upper()
+            return crop_array(array, tuple(slice(None) if each in own else 0 for each in metadata.axes))
+        array = tifffile.memmap(path, mode="r") if in_one_piece else np.asarray(tifffile.imread(path))
+        return array.reshape(series.shape)
 
 
 def _advise_axes(shape: Sequence[int], axes: str, spatial_dims: int, taken: int | None) -> str:
