@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from farfield._checks import check_network
 from farfield._refusals import door, refusal
+from farfield.nn.devices import device_of, dtype_of
 from farfield.streaming import Part, Tiles, predict_whole
 from farfield.streaming.engines.local import write_whole
 from farfield.volumes import ImageMetadata, Volume
 from farfield.volumes.aliasing import refuse_aliasing
-from farfield.volumes.axes_view import AxesView, order_axes
+from farfield.volumes.axes_view import crop_array, order_axes
 from farfield.volumes.sink import check_path, to_numpy
-from farfield.volumes.source import narrowed, without_mask
+from farfield.volumes.source import VolumeSource, parse_layout
 from farfield.volumes.statistics import quantiles
 from farfield.volumes.volume import split_volume, take_samples
 
@@ -127,14 +128,12 @@ def restore(
         )
     if client is not None or part is not None:
         raise refusal(ValueError, "a projection runs in one piece; fix: neither a client nor parts, one process.")
-    if isinstance(array, Tensor):
-        stack = to_numpy(array)
     if out is None:
-        image = _project_stack(scaled, stack, multiples)
+        image = _project_stack(scaled, array, multiples)
         return torch.from_numpy(image).to(array.device) if isinstance(array, Tensor) else image
     refuse_aliasing(out, {"stack": array})
     check_path(Path(out), overwrite)  # before the work
-    image = _project_stack(scaled, stack, multiples)
+    image = _project_stack(scaled, array, multiples)
     axes = "CYX"[-image.ndim :]
     metadata = known.with_axes(axes) if known is not None else ImageMetadata(axes)
     return write_whole("restore", Path(out), image, metadata, overwrite)
@@ -170,25 +169,21 @@ def scale_network(network: nn.Module, stack: Any) -> tuple[ScaledNetwork, Any, t
     if len(stack.shape) > len(multiples):
         if known is not None and known.axes[0] != "C":  # whatever its letter, the first axis has channels
             stack = Volume(array, replace(known, axes="C" + known.axes[1:]))
-        kept = range(1, len(stack.shape))
-        channels = [AxesView(numbers, kept, {0: [channel]}) for channel in range(stack.shape[0])]
+        channels = [crop_array(numbers, channel) for channel in range(stack.shape[0])]
     return ScaledNetwork(network, [find_grey_levels(channel) for channel in channels]).eval(), stack, multiples
 
 
-def _project_stack(network: nn.Module, stack: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
-    # Half of the padding on each side; NumPy reflects repeatedly if the padding is longer than the axis.
-    size = stack.shape[-len(multiples) :]
+def _project_stack(network: nn.Module, array: Any, multiples: Sequence[int]) -> NDArray[np.float32]:
+    size = array.shape[-len(multiples) :]
     lacking = [-length % multiple for length, multiple in zip(size, multiples, strict=True)]
-    widths = [(0, 0)] * (len(stack.shape) - len(size)) + [(short // 2, short - short // 2) for short in lacking]
-    padded = np.pad(without_mask(stack[:]).astype(np.float32), widths, "reflect")
-    parameter = next(network.parameters())
+    padding = [(short // 2, short - short // 2) for short in lacking]
+    layout, device, dtype = parse_layout(array.shape, len(size)), device_of(network), dtype_of(network)
+    source = VolumeSource(array, layout, device, dtype, padding=padding, caller="restore")
     with torch.inference_mode():
-        grid = torch.from_numpy(padded.reshape(1, -1, *padded.shape[-len(size) :]))
-        grid = narrowed(grid, parameter.dtype).to(parameter.device)
-        image = network(grid)[0].float().cpu().numpy()
+        image = network(source.read(tuple((0, length) for length in source.size)))[0].float().cpu().numpy()
     kept = (slice(short // 2, short // 2 + length) for short, length in zip(lacking[1:], size[1:], strict=True))
     image = image[(..., *kept)]
-    return image if len(stack.shape) > len(size) else image[0]
+    return image if layout.channels else image[0]
 
 
 @door("restore")
