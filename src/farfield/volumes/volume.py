@@ -380,6 +380,5 @@ def take_samples(name: str, array: Any, metadata: ImageMetadata, channel: Any = 
             )
         taken, channel = operator.index(channel), None
     left_out = axes.index("S" if samples == 1 else "C")
-    kept = [axis for axis in range(len(axes)) if axis != left_out]
-    letters = "".join(axes[axis] for axis in kept).replace("S", "C")
-    return AxesView(array, kept, {left_out: [taken]}), metadata.with_axes(letters), channel
+    letters = (axes[:left_out] + axes[left_out + 1 :]).replace("S", "C")
+    return crop_array(array, (*[slice(None)] * left_out, taken)), metadata.with_axes(letters), channel
