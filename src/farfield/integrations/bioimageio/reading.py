@@ -23,6 +23,7 @@ from farfield._refusals import door, refusal
 from farfield.volumes import Volume
 from farfield.volumes.axes_view import SlicedArray, as_slice
 from farfield.volumes.checks import check_volume
+from farfield.volumes.sink import to_numpy
 from farfield.volumes.source import parse_layout
 from farfield.volumes.statistics import mean_and_deviation, quantiles
 from farfield.volumes.volume import split_volume
@@ -257,9 +258,7 @@ class _Named:
         self.member, self.device = get_member_id(description), None
         self.metadata, array = split_volume(volume)
         if isinstance(array, Tensor):
-            # NumPy has no bfloat16.
-            exact = array.float() if array.dtype == torch.bfloat16 else array
-            self.device, volume = array.device, exact.detach().cpu().numpy()
+            self.device, volume = array.device, to_numpy(array)
         self.volume = volume
         self.axes = _axes_of(description)
         space = [axis for axis in _CANONICAL[2:] if axis in self.axes]
