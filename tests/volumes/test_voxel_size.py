@@ -138,7 +138,7 @@ def test_units_have_one_name_for_each_spelling(unit: str) -> None:
             {},
             r'is a group of zarr that is no image; fix: one of its parts, ".*group.zarr/inner" for example',
         ),
-        ("group.zarr/inner", {"level": 1}, r"is one array without levels, got level=1; fix: level=0"),
+        ("group.zarr/inner", {"level": 1}, r"has no levels, got level=1; fix: level=0"),
         ("empty", {}, r'cannot read ".*empty": it has no zarr array'),
         ("a.tif", {"series": 3}, r'".*a.tif" has 1 series, got series=3; fix: series=0'),
         ("planes", {}, r'cannot read ".*planes": "1.tif": '),

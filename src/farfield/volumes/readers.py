@@ -135,10 +135,7 @@ def _open_zarr(file: FileName, store: Any = None, inside: str = "") -> Opened:
     except Exception as error:
         raise refusal(ValueError, f'cannot read "{file.path}" as zarr: {error or type(error).__name__}.') from error
     if isinstance(opened, zarr.Array):
-        if file.level:
-            raise refusal(
-                ValueError, f'"{file.path}" is one array without levels, got level={file.level}; fix: level=0.'
-            )
+        file.choose_level(1)
         file.choose_series([""])
         bound_chunks(opened)
         return opened, read_array_metadata(opened)
