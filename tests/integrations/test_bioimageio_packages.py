@@ -489,7 +489,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=rf"is of {dtype}, .*; fix: copy.deepcopy\(model\).float\(\)"):
             write(example=example.to(dtype))
     network[1].train()
-    with pytest.raises(ValueError, match=r"1 of Sequential is in training; fix: model.eval"):
+    with pytest.raises(ValueError, match=r"Dropout at \"1\" is in training; fix: model.eval"):
         write()
     network.train()
     with pytest.raises(ValueError, match=r": Sequential is in training; fix: model.eval"):

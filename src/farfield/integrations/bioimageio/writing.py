@@ -20,6 +20,7 @@ from bioimageio.spec.model import v0_5
 from torch import Tensor, nn
 
 from farfield._refusals import door, refusal
+from farfield.streaming.arguments import refuse_training
 
 
 @door("export_package")
@@ -79,10 +80,7 @@ def export_package(
     if own:
         fix = "metadata without it, and name= for the name" if own == ["name"] else "metadata without it"
         raise refusal(ValueError, f"metadata has {own[0]}, which the other arguments say; fix: {fix}.")
-    training = [name for name, module in model.named_modules() if module.training]
-    if training:
-        what = f"{training[0]} of {type(model).__name__}" if training[0] else type(model).__name__
-        raise refusal(ValueError, f"{what} is in training; fix: model.eval().")
+    refuse_training(model)
     if example.dtype in (torch.float16, torch.bfloat16):
         fix = "copy.deepcopy(model).float() and example.float()"
         raise refusal(TypeError, f"the example is of {example.dtype}, which bioimage.io's format lacks; fix: {fix}.")
