@@ -40,11 +40,11 @@ from farfield_papers.data.readers.images import (
     find_fault,
     format_size,
     list_images,
-    read_image,
     read_size,
     refuse,
 )
 from farfield_papers.data.sampler import Draw, EpochSampler
+from farfield_papers.data.segment import read_pixels
 
 LeftOut = Literal["images_without_objects", "faulty_boxes"]
 
@@ -219,7 +219,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
     @name_module("CocoFolders")
     def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         entry = self.part.images[index]
-        image, target = read_image_tensor(self.part.path(entry)), self._target(entry)
+        image, target = tv_tensors.Image(read_pixels(self.part.path(entry))), self._target(entry)
         if self.training:
             image, target = self.view(image, target)
         return images.to_dtype(image, torch.float32, scale=True), target
@@ -248,7 +248,7 @@ class AnnotatedImages(Dataset[tuple[Tensor, dict[str, Tensor]]]):
 def _read_numbered_image(entry: tuple[Path, str, int]) -> tuple[Tensor, str, str, int]:
     """Read an image to predict; return it with its path, its name, and its number or id."""
     path, name, number = entry
-    return images.to_dtype(read_image_tensor(path), torch.float32, scale=True), str(path), name, number
+    return images.to_dtype(read_pixels(path), torch.float32, scale=True), str(path), name, number
 
 
 def _select_training(part: Annotated, leave_out: Sequence[LeftOut]) -> Annotated:
@@ -276,11 +276,6 @@ def _find_image_fault(part: Annotated, image: Mapping[str, Any]) -> str | None:
     if fault is None and (size := read_size(path)) != listed:
         return f"{path}: has {format_size(size)} pixels, and {format_size(listed)} by its entry"
     return fault
-
-
-def read_image_tensor(path: Path) -> tv_tensors.Image:
-    """Read an image as `uint8` `(3, height, width)`."""
-    return tv_tensors.Image(images.pil_to_tensor(read_image(path)))
 
 
 def _find_labels(sample: Any) -> Tensor:
