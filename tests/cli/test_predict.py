@@ -18,6 +18,7 @@ import tifffile
 import torch
 from torch import nn
 
+from farfield._checks import install_command
 from farfield.cli import main
 from farfield.integrations import nnunet, trained_models
 from farfield.integrations.nnunet import prediction
@@ -366,6 +367,24 @@ MISTAKES = {
     "series": (f"{RIGHT} --series 3", "fix: --series 0"),
     "a word of Python": (f"{RIGHT} --tile big", "not a size"),
 }
+
+
+@pytest.mark.parametrize(
+    ("words", "missing", "extra", "text"),
+    [
+        ("scripted.pt image.nii out.npy", "nibabel", "nifti", "open_volume: a NIfTI file needs nibabel"),
+        ("trained image.npy out.nii", "nnunetv2", "nnunet", "load_nnunet: a model folder of nnU-Net needs nnunetv2"),
+        (f"{RIGHT} --workers 2", "distributed", "distributed", "distributed is not installed"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    words: str, missing: str, extra: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    Path("image.nii").touch()
+    with pytest.raises(SystemExit, match="2"):
+        predict(words)
+    assert capsys.readouterr().err == f"farfield predict: {text}; fix: {install_command(extra)}\n"
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -137,6 +137,7 @@ def raising(error: BaseException) -> Any:
             "farfield info: [Errno 28] No space left on device: 'runs'\n",
         ),
         (ModuleNotFoundError("No module named 'safetensors'", name="safetensors"), 2, None),
+        (ImportError("plot: it needs x; fix: y"), 2, "farfield info: plot: it needs x; fix: y\n"),
     ],
 )
 def test_errors_are_one_message(
@@ -147,7 +148,9 @@ def test_errors_are_one_message(
     assert output == text if text else output.strip().endswith("fix: pip install safetensors")
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), IndexError("y"), AttributeError("z"), NotImplementedError()])
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), IndexError("y"), AttributeError("z"), NotImplementedError(), ImportError("w")]
+)
 def test_faults_of_the_program_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(machine, "show_machine", raising(error))
     with pytest.raises(type(error)):

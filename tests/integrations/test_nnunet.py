@@ -39,7 +39,7 @@ def test_the_command_without_the_package_names_its_extra(tmp_path: Path) -> None
     command = [sys.executable, "-c", program, "predict", "folder", "a_0000.nii.gz", "a.nii.gz"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-    assert "farfield predict: nnunetv2 is not installed; fix: pip install" in done.stderr
+    assert "farfield predict: load_nnunet: a model folder of nnU-Net needs nnunetv2; fix: pip install" in done.stderr
     assert "[nnunet]" in done.stderr
 
 

@@ -92,8 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         # The reader of the output has ended (farfield operators | head): the rest of the buffer is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _stop(141)
-    except _MESSAGES as error:
-        if debug or isinstance(error, _FAULTS):
+    except (*_MESSAGES, ImportError) as error:
+        # One that has no fix is of no package that is missing.
+        if debug or isinstance(error, _FAULTS) or (isinstance(error, ImportError) and "; fix: " not in str(error)):
             raise
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         name = f"farfield {command}" if command in (*find_commands(), *_PAPERS) else "farfield"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farfield._checks import install_command
 from farfield.cli.values import CommandLineError
 from farfield.streaming import Part
 
@@ -59,12 +58,9 @@ def open_processes(processes: Processes) -> Iterator[dict[str, Any]]:
     if processes.dask is None and processes.workers is None:
         yield {}
         return
-    try:
-        import dask
-        from distributed import Client, LocalCluster
-    except ModuleNotFoundError as error:
-        fix = install_command("distributed")
-        raise RuntimeError(f"--dask and --workers need the package distributed; fix: {fix}.") from error
+    import dask
+    from distributed import Client, LocalCluster
+
     with contextlib.ExitStack() as opened:
         address: Any = processes.dask
         if processes.workers is not None:

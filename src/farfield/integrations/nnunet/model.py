@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from farfield._checks import install_command
 from farfield._refusals import door, refusal
+from farfield.volumes.file_name import load_library
 
 # Where classes may come from that plans.json names.
 _PACKAGES = ("dynamic_network_architectures.", "nnunetv2.", "torch.nn.")
@@ -94,7 +94,7 @@ def load_nnunet(
         (0, 1, 2)
     """
     folder = Path(folder)
-    require_nnunet()
+    load_library("nnunetv2", "nnunet", "a model folder of nnU-Net")
     dataset = _read_json(folder / "dataset.json", ("labels", "file_ending"))
     plans = _read_json(folder / "plans.json", ("configurations", "image_reader_writer", "transpose_forward"))
     chosen = [folds] if isinstance(folds, int | str) else _find_folds(folder, checkpoint) if folds is None else [*folds]
@@ -137,17 +137,6 @@ class _MeanOfFolds(nn.Module):
         for network in self.networks[1:]:
             total = total + network(grid)
         return total / len(self.networks)
-
-
-def require_nnunet() -> None:
-    """Refuse to go on without nnunetv2."""
-    try:
-        import nnunetv2  # noqa: F401
-    except ModuleNotFoundError as error:
-        fix = install_command("nnunet")
-        missing = refusal(ModuleNotFoundError, f"it needs nnunetv2, which is not installed; fix: {fix}")
-        missing.name = "nnunetv2"
-        raise missing from error
 
 
 def _read_json(path: Path, keys: Sequence[str]) -> dict[str, Any]:
