@@ -397,6 +397,7 @@ def test_an_operator_of_ones_own_is_counted_and_measured(run: Any, fails: Any, o
     assert rows[1]["macs_paper"] is None
     assert rows[0].keys() == rows[1].keys()
     assert own in run("cost", "--operator", own)
+    assert "operators_of_a_user.py:waves" in run("cost", "--operator", "operators_of_a_user.py:waves")
     assert len(run("cost", "--operator", own, "--csv").splitlines()) == 2
     (row,) = json.loads(run("measure", "--operator", own, "--size", "4,4", "--repeats", "1", "--json"))
     assert row["operator"] == own

@@ -52,14 +52,10 @@ def _select_operators(command: str, names: Sequence[str] | None) -> dict[str, st
 
 def import_operator(name: str) -> Operator:
     """Import a user's own operator, "module:attribute"."""
-    from farfield._networks import import_attribute
+    from farfield._networks import import_function
     from farfield.ops import Operator
 
-    module, _, attribute = name.partition(":")
-    try:
-        operator = import_attribute(module, attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--operator {name} cannot be imported: {error}.") from error
+    operator: object = import_function(name, "--operator")
     if not isinstance(operator, Operator):
         raise TypeError(f"--operator {name} must be an ops.Operator, got {type(operator).__name__}.")
     return operator
