@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import warnings
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import nn
 
-from farfield._networks import import_function
+from farfield._networks import import_attribute, import_function
 from farfield.cli.processes import Processes, open_processes
 from farfield.streaming import Tiles
 from farfield_papers.cli.epochs import EpochLines, leave_out_unrelated, metrics_text
@@ -33,7 +32,7 @@ def run_training(command: str, words: Words) -> None:
     network, data = words.entries.get(NETWORK), words.entries.get(DATA)
     if isinstance(data, str) and data.startswith("farfield_papers."):
         # In a file it may stand by its name alone, which Lightning's command line knows once it is imported.
-        _import_class(data)
+        import_attribute(*data.rsplit(".", 1))
     if isinstance(network, str) and not network.startswith("farfield_papers.") and not Path(network).is_file():
         build = import_function(network, "--model.network")
         if inspect.isfunction(build):
@@ -52,11 +51,6 @@ def run_training(command: str, words: Words) -> None:
                 Training([command, *words.arguments()], words.task, callbacks=[stop], opened=opened)
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
-
-
-def _import_class(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 class _Parser(LightningArgumentParser):
@@ -82,7 +76,7 @@ class Training(LightningCLI):
         # Written at the end of every epoch, after validation if there is one.
         last = ModelCheckpoint(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
         super().__init__(
-            _import_class(TASKS[task].module),
+            import_attribute(*TASKS[task].module.rsplit(".", 1)),
             LightningDataModule,
             subclass_mode_data=True,
             args=args,
@@ -106,7 +100,7 @@ class Training(LightningCLI):
         parser.add_argument("--task", default=self.task, choices=list(TASKS), help="the task of the training")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         if (writer := TASKS[self.task].writer) is not None:
-            parser.add_lightning_class_args(_import_class(writer), "predictions")
+            parser.add_lightning_class_args(import_attribute(*writer.rsplit(".", 1)), "predictions")
         if self.task == "generate":
             # The norms of the averaged generator are measured at the end of the epoch, after its validation.
             parser.set_defaults({"checkpoint.save_on_train_epoch_end": True})
