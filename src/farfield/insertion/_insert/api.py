@@ -110,7 +110,7 @@ def insert(
     named = find_places(model, where)
     places = {place: model.get_submodule(place.path) for place in named.values()}
     for place in places:
-        check_free("insert", model, place)
+        check_free(model, place)
     record = record_places(model, find_near(model, [*named, *places]), example)
     for place in dict.fromkeys([*named, *places]):
         check_calls(model, place, record)

@@ -99,9 +99,9 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         raise TypeError(f"insert: {problem}; fix: lambda channels: {fix}.")
 
 
-def check_free(caller: str, model: nn.Module, place: Place) -> None:
+def check_free(model: nn.Module, place: Place) -> None:
     """Refuse a place that is not open, has an addition already, or whose host cannot have a child of its name."""
-    check_open(caller, model, place.path)
+    check_open("insert", model, place.path)
     host = model.get_submodule(place.path)
     added = places_of(place.path, host)
     where = place.path or "the model"
@@ -136,18 +136,13 @@ def check_calls(model: nn.Module, place: Place, record: Record) -> None:
         problem = f"{path} is never called with this example, in eval; its weights may be read without a call"
         fix = f"insert at a module that runs: {', '.join(inside or whole)}."
         raise ValueError(f"insert: {problem}.\n  fix: {fix}")
-    if is_reused(model, path, record):
+    # One with weights, such as an encoder of two images, is meant to do the same in every call.
+    weighted = any(True for _ in model.get_submodule(path).parameters())
+    if path and not weighted and calls > record.calls[parent]:
         around = f"{parent or type(model).__name__} is called {_times(record.calls[parent])}"
         once = [Place(parent)] * bool(parent) + _find_alternatives(model, Place(""), record)
         problem = f"{path} is called {_times(calls)} while {around}, and one addition would change the output of every"
         raise ValueError(f"insert: {problem} call.\n  fix: {_fix_text(once)}, which is called once.")
-
-
-def is_reused(model: nn.Module, path: str, record: Record) -> bool:
-    """Whether a module without weights, such as an activation, runs more often than the module around it."""
-    # One with weights, such as an encoder of two images, is meant to do the same in every call.
-    weighted = any(True for _ in model.get_submodule(path).parameters())
-    return bool(path) and not weighted and record.calls[path] > record.calls[record.caller_of(path)]
 
 
 def _list_children(model: nn.Module, path: str) -> list[str]:
@@ -183,16 +178,12 @@ def check_grid(model: nn.Module, place: Place, record: Record) -> Tensor:
         problem = f"{place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over"
         fix = "insert before the layer that removes them, pooling or flattening for example."
         raise ShapeError(f"insert: {problem}.\n  fix: {fix}")
-    if has_batch_second(model, place, grid):
+    # Of what is around the place, or in it.
+    modules = [*map(model.get_submodule, parents(place.path)), *model.get_submodule(place.path).modules()]
+    if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
         problem = f"{place.label} has the batch as its second dimension"
         raise ValueError(f"insert: {problem}; fix: build the model with batch_first=True.")
     return grid
-
-
-def has_batch_second(model: nn.Module, place: Place, grid: Tensor) -> bool:
-    """Whether a module around a place or in it has `batch_first=False`, so that the batch is the second dimension."""
-    modules = [model.get_submodule(name) for name in parents(place.path)] + [*model.get_submodule(place.path).modules()]
-    return grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules)
 
 
 def check_batch(model: nn.Module, place: Place, record: Record) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from farfield._refusals import door
 from farfield.insertion._insert.additions import attach_addition, child_of
-from farfield.insertion._insert.checks import check_free, check_open, has_batch_second, is_reused
-from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout, is_floating
+from farfield.insertion._insert.checks import check_batch, check_calls, check_free, check_grid, check_open
+from farfield.insertion._insert.layout import Layout, channel_axis, check_layout_name, choose_layout
 from farfield.insertion._insert.record import Record, has_effect, record_places, run_copy
 from farfield.insertion._places import CHILD, Place, host_of
 from farfield.nn.network_copy import copied, share_parameters
@@ -84,27 +84,23 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
             continue
         shape = tuple(seen.value.shape)
         fits = choose_layout(model, place, shape, seen.sizes, layout)
-        if fits is None or not record.keeps_batch(seen):
-            continue
-        axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
-        size = shape[1:axis] + shape[axis + 1 :]
-        fitting[place] = InsertionPlace(str(place), kind, shape[axis], size, fits, shape)
+        if fits is not None:
+            axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
+            size = shape[1:axis] + shape[axis + 1 :]
+            fitting[place] = InsertionPlace(str(place), kind, shape[axis], size, fits, shape)
     called = _called_with_hosts(model, list(fitting), example)
     return [fitting[place] for place in called if has_effect(model, place, record)]
 
 
 def _takes_addition(model: nn.Module, place: Place, record: Record) -> bool:
-    """Whether a place is a grid of a module that is not used in several places, and has no addition.
-
-    A key of a dict that no text names is no place.
-    """
-    path = place.path
-    if is_reused(model, path, record) or host_of(model, Place(path)).path != path:
+    """Whether a place stands for itself, and `insert` takes it as far as its layout and its effect do not matter."""
+    if host_of(model, place) != place:
         return False
-    with suppress(ValueError, LookupError):
-        check_free("places", model, place)
-        value = record.at(place).value
-        return is_floating(value) and value.dim() >= 3 and not has_batch_second(model, place, value)
+    with suppress(TypeError, ValueError, LookupError):
+        check_free(model, place)
+        for check in (check_calls, check_grid, check_batch):
+            check(model, place, record)
+        return True
     return False
 
 
