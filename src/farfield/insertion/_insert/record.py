@@ -74,16 +74,25 @@ class Record:
 
     def keeps_batch(self, seen: Seen) -> bool:
         """Whether the first dimension has the length of the batch, and only it changes with twice the batch."""
-        shape, lengths, sizes = seen.value.shape, {other[0] for other in seen.batches}, {o[0] for o in seen.sizes}
-        fits = shape[0] in batches(self.example) and lengths <= batches(repeat_batch(self.example))
-        return fits and sizes <= {shape[0]} and not changes(shape, seen.batches)
+        shape, batch = seen.value.shape, batches(self.example)
+        doubled, kept = {other[0] for other in seen.batches}, {other[0] for other in seen.sizes}
+        fits = shape[0] in batch and doubled <= {2 * length for length in batch} and kept <= {shape[0]}
+        return fits and not changes(shape, seen.batches)
 
 
 def record_places(model: nn.Module, paths: Iterable[str], example: Any) -> Record:
     """Record the modules at some paths and the model in a run with the example, and their shapes for other inputs."""
     record, watched = Record(example), dict.fromkeys(paths)
-    with record.influences:
-        record.outputs = _run_example(model, example, watched, record.note)
+    try:
+        with record.influences:
+            record.outputs = run_copy(model, example, watched, record.note)
+    except Exception as error:
+        raise _refuse_example(model, example, error) from error
+    _check_has_batch(model, example)
+    if not tensors(record.outputs):
+        problem = "returns no tensor for this example, so the effect of an addition cannot be checked"
+        fix = "an example, or a configuration of the model, for which it returns one."
+        raise refusal(ValueError, f"{type(model).__name__} {problem}.\n  fix: {fix}")
     reached = record.influences.names(record.outputs)
     for place, seen in record.places.items():
         seen.reaches = place in reached
@@ -143,23 +152,14 @@ def _are_equal(one: Any, other: Any) -> bool:
     )
 
 
-def _run_example(model: nn.Module, example: Any, paths: Iterable[str], see: Callable[..., Any]) -> Any:
-    """Run the model as `run_copy` does; refuse an example that it does not take, or without batch."""
-    try:
-        outputs = run_copy(model, example, paths, see)
-    except CannotCopyError as error:
-        raise refusal(ValueError, f"{type(model).__name__} cannot be run for inspection: {error}") from error
-    except Exception as error:
-        weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
-        problem = f"{type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}"
-        fix = _fix_of_example(model, example)
-        raise refusal(ValueError, f"{problem}\n  its weights are {weights}.\n  fix: {fix}") from error
-    _check_has_batch(model, example)
-    if not tensors(outputs):
-        problem = "returns no tensor for this example, so the effect of an addition cannot be checked"
-        fix = "an example, or a configuration of the model, for which it returns one."
-        raise refusal(ValueError, f"{type(model).__name__} {problem}.\n  fix: {fix}")
-    return outputs
+def _refuse_example(model: nn.Module, example: Any, error: Exception) -> ValueError:
+    """Return the refusal of a model that cannot be copied, or of an example that it does not take."""
+    if isinstance(error, CannotCopyError):
+        return refusal(ValueError, f"{type(model).__name__} cannot be run for inspection: {error}")
+    weights = ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
+    problem = f"{type(model).__name__} refuses example {describe_value(example)}: {describe_error(error)}"
+    fix = _fix_of_example(model, example)
+    return refusal(ValueError, f"{problem}\n  its weights are {weights}.\n  fix: {fix}")
 
 
 def _takes(model: nn.Module, example: Any) -> bool:
