@@ -9,19 +9,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from farfield._refusals import door, refusal
-from farfield.maps.inputs import (
-    Grids,
-    read_call,
-    read_grids,
-    read_position,
-    read_query,
-    row_major,
-    with_running_statistics,
-)
+from farfield.maps.inputs import read_call, read_grids, read_position, row_major, with_running_statistics
 from farfield.nn.attention import GridAttention
 from farfield.ops.grid import Gathered
 from farfield.ops.modes import full_precision
-from farfield.ops.projection import project_keys
+from farfield.ops.projection import project_keys, project_queries
 from farfield.ops.slots import Summary
 from farfield.ops.summary import summarize
 
@@ -141,37 +133,33 @@ def axis_maps(
         >>> maps.shape, rows.shape, columns.shape
         (torch.Size([1, 1, 12, 12]), torch.Size([1, 1, 12, 5]), torch.Size([1, 1, 12, 7]))
     """
-    operator = attention.operator if isinstance(attention, GridAttention) else None
-    if operator is not None and (operator.keys_from.side_by_side or operator.basis is not None):
+    grids = read_grids(attention, grid, context, mask, context_mask)
+    operator, size = attention.operator, tuple(grid.shape[2:])
+    if operator.keys_from.side_by_side or operator.basis is not None:
         instead = "attention_row" if operator.basis is None else "basis_masks"
         fix = f"call maps.{instead} instead, or use an attention with the operator kronecker_kv or kronecker_qkv."
         problem = f"{attention.operator_name} is not an operator with a softmax over axis means"
         raise refusal(ValueError, f"{problem}; fix: {fix}")
-    grids = read_grids(attention, grid, context, mask, context_mask)
     if position is not None:
-        position = read_position(position, tuple(grid.shape[2:]))
-    elif attention.operator.queries_from.side_by_side:
-        fix = f"give a position, axis_maps(attention, grid, {tuple(length // 2 for length in grid.shape[2:])})."
+        position = read_position(position, size)
+    elif operator.queries_from.side_by_side:
+        fix = f"give a position, axis_maps(attention, grid, {tuple(length // 2 for length in size)})."
         problem = f"under {attention.operator_name} every position has its own query"
         raise refusal(ValueError, f"{problem}; fix: {fix}")
-    with torch.no_grad(), full_precision(grids.key):
-        return axis_weights(attention, grids, position)
-
-
-def axis_weights(attention: GridAttention, grids: Grids, position: tuple[int, ...] | None) -> Tensor:
-    """Compute `axis_maps` from grids and a position that are checked."""
-    operator, size = attention.operator, grids.query.shape[2:]
-    call, sums = read_call(attention, grids.key, grids.dtype), operator.keys_from.gather(grids.key, grids.key_mask)
-    key, ones = project_keys(call, sums), sums.valid[:, None]
-    queries, valid = operator.queries_from.gather(grids.query, grids.query_mask)
-    if position is not None:
-        # Queries are all axes concatenated, of which each axis has one index; or all positions, in row-major order.
-        columns = [sum(size[:axis]) + index for axis, index in enumerate(position)]
-        if operator.queries_from.side_by_side:
-            columns = [row_major(position, size)]
-        queries, valid = queries[..., columns], valid[..., columns]
-    summary = summarize(operator, key, ones, ones, grids.key_mask is None)
-    with with_running_statistics(attention):
-        query, summary = read_query(call, Gathered(queries, valid), summary)
-    shares = operator.coefficients(query, summary) * summary.weights / operator.per(query, summary)  # (b, h, Σ n, a)
+    with torch.no_grad(), full_precision(grids.key), with_running_statistics(attention):
+        call, sums = read_call(attention, grids.key, grids.dtype), operator.keys_from.gather(grids.key, grids.key_mask)
+        key, ones = project_keys(call, sums), sums.valid[:, None]
+        queries, valid = operator.queries_from.gather(grids.query, grids.query_mask)
+        if position is not None:
+            # Queries are all axes concatenated, of which each axis has one index; or all positions, in row-major order.
+            columns = [sum(size[:axis]) + index for axis, index in enumerate(position)]
+            if operator.queries_from.side_by_side:
+                columns = [row_major(position, size)]
+            queries, valid = queries[..., columns], valid[..., columns]
+        summary = summarize(operator, key, ones, ones, grids.key_mask is None)
+        query = project_queries(call, Gathered(queries, valid)) * call.scale
+        if call.norm is not None:
+            query, summary, _ = call.norm(query, valid, summary, operator)
+        # (b, h, Σ n, a)
+        shares = operator.coefficients(query, summary) * summary.weights / operator.per(query, summary)
     return shares.mT

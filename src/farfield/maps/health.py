@@ -95,7 +95,7 @@ def health(model: nn.Module, example: Any) -> list[Health]:
     with keep_random_numbers(model), torch.enable_grad(), copied(model, clone) as own:
         layers, gradients = run(own, example)
         check_has_attention(own, layers)
-        zero = {layer.attention for layer in layers.values() if is_identity(layer.attention)}
+        zero = {layer.attention for layer in layers.values() if _zero_parts(layer.attention)}
         for attention in zero:
             wake(attention)
         return [
@@ -125,12 +125,8 @@ def run(model: nn.Module, example: Any) -> tuple[dict[str, Layer], Sequence[Tens
         return layers, torch.autograd.grad(outputs, responses, weights, allow_unused=True)
 
 
-def is_identity(attention: GridAttention) -> bool:
-    """Whether the output projection or the norm of responses is zero, so that the response is zero."""
-    return bool(_zero_parts(attention))
-
-
 def _zero_parts(attention: GridAttention) -> list[nn.Module]:
+    """Return the output projection and the norm of responses where they are zero, so that the response is zero."""
     norm = attention.coefficient_norm
     of_responses = None if norm is None or norm.of_products else norm
     parts = (part for part in (attention.output, of_responses) if is_bare(part, nn.Linear, CoefficientNorm))

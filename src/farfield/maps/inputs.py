@@ -1,4 +1,4 @@
-"""Shared by the maps: checks of the query and key grids, and the projection of queries and keys."""
+"""Shared by the maps: checks of the query and key grids, and the projections of queries and keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from farfield._checks import ShapeError
 from farfield._refusals import refusal
 from farfield.nn.attention import GridAttention
 from farfield.nn.checks import batch_error, check_fit
-from farfield.ops.grid import Gathered, accumulation
-from farfield.ops.projection import Call, Projection, Run, project_queries
-from farfield.ops.slots import Summary
+from farfield.ops.grid import accumulation
+from farfield.ops.projection import Call, Projection, Run
 
 
 class Grids(NamedTuple):
@@ -103,15 +102,6 @@ def detach_projection(projection: Projection, run: Run | None) -> Projection:
 def run_detached(run: Run, positions: Tensor) -> Tensor:
     """Run a projection on positions, in their dtype and without gradients."""
     return run(positions).detach().to(positions.dtype)
-
-
-def read_query(call: Call, gathered: Gathered, summary: Summary) -> tuple[Tensor, Summary]:
-    """Return the queries of gathered positions, scaled and normed, and the summary, normed."""
-    query = project_queries(call, gathered) * call.scale
-    if call.norm is None:
-        return query, summary
-    query, summary, _ = call.norm(query, gathered.valid, summary, call.operator)
-    return query, summary
 
 
 @contextmanager
