@@ -97,9 +97,12 @@ def test_an_encoder_of_torch_with_a_causal_mask(row: str) -> None:
 
 def test_a_causal_block_of_monai() -> None:
     block, x = SABlock(32, 4, causal=True, sequence_length=70).double().eval(), torch.randn(2, 70, 32).double()
+    original = block(x)
     replace_attention(block, "mala")
     q, k, v = (heads.unflatten(2, (4, 8)).transpose(1, 2) for heads in block.qkv(x).chunk(3, -1))
     torch.testing.assert_close(block(x), block.out_proj(prefixes("mala", q, k, v)), rtol=1e-12, atol=1e-12)
+    replace_attention(block, "softmax")
+    torch.testing.assert_close(block(x), original, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("row", ["linear_elu", "softmax"])

@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from farfield._refusals import door
-from farfield.insertion._replace.masks import check_causal, find_valid_positions
+from farfield.insertion._replace.masks import check_causal, find_order_obstacle, find_valid_positions
 from farfield.insertion._replace.modules import Replaced, split_heads
-from farfield.ops.causal import CAUSAL, find_causal_obstacle
 from farfield.ops.table import Operator
 
 
@@ -27,9 +26,8 @@ class _MonaiAttention(Replaced, nn.Module):
     @classmethod
     def find_obstacle(cls, module: Any, operator: Operator) -> str | None:
         """Refuse what differs between queries, and the matrix that only softmax attention keeps."""
-        if module.causal and (reason := find_causal_obstacle(operator)):
-            problem = "is causal: each query attends only to the positions before it, and the operator"
-            return f"{problem} {reason}; fix: take one of {CAUSAL}, or leave it out by where=."
+        if module.causal and (reason := find_order_obstacle(operator)):
+            return f"is causal: {reason}"
         if module.rel_positional_embedding is not None:
             return "adds relative positions to the products of queries and keys, and there are no such products"
         if module.save_attn:
