@@ -23,6 +23,7 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 # peft's: their files hold the weights of adapters and of `modules_to_save`, as they were when the model was wrapped.
 _ADAPTED = {"PeftModel", "AuxiliaryTrainingWrapper"}
 
+_UNDONE = "so all additions were taken out again"
 _AROUND = "if the module at a place calls its children in a loop, insert at one of them or at the module around it."
 
 # The calls that errors advise.
@@ -72,7 +73,7 @@ def check_types(model: Any, where: Any, make: Any) -> None:
     """Refuse arguments of `insert` in another order, and a `make` that is a module, an operator's name or a class."""
     call = "insert(model, where, make, example=…)"
     if not isinstance(model, nn.Module) and isinstance(where, nn.Module):
-        raise TypeError(f"insert: model is {type(model).__name__} and where is {type(where).__name__}; fix: {call}.")
+        raise refusal(TypeError, f"model is {type(model).__name__} and where is {type(where).__name__}; fix: {call}.")
     paths = [where] if isinstance(where, str) else () if where is None else where
     if isinstance(where, nn.Module) or not isinstance(paths, Iterable) or not all(isinstance(p, str) for p in paths):
         several = where if isinstance(where, list | tuple) else ()
@@ -81,12 +82,12 @@ def check_types(model: Any, where: Any, make: Any) -> None:
         index = str(listed) if isinstance(listed, int) else None
         path = next((path for path, module in model.named_modules() if module is listed or path == index), None)
         fix = call if path is None else f'its path, "{path}"'
-        raise TypeError(f"insert: where must be a path of a module or several, got {kind}; fix: {fix}.")
+        raise refusal(TypeError, f"where must be a path of a module or several, got {kind}; fix: {fix}.")
     if make in (GridAttention, NormedAttention):
         fix = 'attention_for, or partial(attention_for, operator="factorized_gaussian"), of farfield.nn.'
         takes = "an attention" if make is NormedAttention else "an operator too"
         problem = f"make must be a function of the channels alone, and {make.__name__} takes {takes}"
-        raise TypeError(f"insert: {problem}; fix: {fix}")
+        raise refusal(TypeError, f"{problem}; fix: {fix}")
     if isinstance(make, nn.Module) or not callable(make):
         operator = repr(make) if isinstance(make, str) else "…"
         got, fix = f"{make!r:.60}", f"attention_for(channels, {operator})"
@@ -96,7 +97,7 @@ def check_types(model: Any, where: Any, make: Any) -> None:
             build = type(make).__name__ if own is make else "attention_for"
             got, fix = f"a module, {type(make).__name__}", f"{build}(channels, {operator})"
         problem = f"make must be a function from channels to a new module, got {got}"
-        raise TypeError(f"insert: {problem}; fix: lambda channels: {fix}.")
+        raise refusal(TypeError, f"{problem}; fix: lambda channels: {fix}.")
 
 
 def check_free(model: nn.Module, place: Place) -> None:
@@ -107,17 +108,15 @@ def check_free(model: nn.Module, place: Place) -> None:
     where = place.path or "the model"
     if hasattr(host, CHILD) and not added:
         problem = f'{where} already has an attribute "{CHILD}", the name under which insert would add its module'
-        raise ValueError(f"insert: {problem}; fix: insert at another module, or rename that attribute.")
+        raise refusal(ValueError, f"{problem}; fix: insert at another module, or rename that attribute.")
     # Entries of one host have additions independently of each other; a whole output has one.
     if added and (place in added or place.entry is None or added[0].entry is None):
         there = place if place in added else added[0]
-        raise ValueError(
-            f'insert: {place.label} has an addition already; fix: remove(model, "{there}") first, '
-            "or let make return nn.Sequential of both."
-        )
+        fix = f'remove(model, "{there}") first, or let make return nn.Sequential of both.'
+        raise refusal(ValueError, f"{place.label} has an addition already; fix: {fix}")
     if place.entry is not None and ("." in place.entry or hasattr(Entries, place.entry)):
         fix = "insert at the module that computes it, or rename the entry."
-        raise ValueError(f'insert: entry "{place.entry}" of {where} cannot be the name of a module; fix: {fix}')
+        raise refusal(ValueError, f'entry "{place.entry}" of {where} cannot be the name of a module; fix: {fix}')
 
 
 def find_near(model: nn.Module, places: Iterable[Place]) -> set[str]:
@@ -135,14 +134,14 @@ def check_calls(model: nn.Module, place: Place, record: Record) -> None:
         whole = [child for child in _list_children(model, "") if record.calls[child]]
         problem = f"{path} is never called with this example, in eval; its weights may be read without a call"
         fix = f"insert at a module that runs: {', '.join(inside or whole)}."
-        raise ValueError(f"insert: {problem}.\n  fix: {fix}")
+        raise refusal(ValueError, f"{problem}.\n  fix: {fix}")
     # One with weights, such as an encoder of two images, is meant to do the same in every call.
     weighted = any(True for _ in model.get_submodule(path).parameters())
     if path and not weighted and calls > record.calls[parent]:
         around = f"{parent or type(model).__name__} is called {_times(record.calls[parent])}"
         once = [Place(parent)] * bool(parent) + _find_alternatives(model, Place(""), record)
         problem = f"{path} is called {_times(calls)} while {around}, and one addition would change the output of every"
-        raise ValueError(f"insert: {problem} call.\n  fix: {_fix_text(once)}, which is called once.")
+        raise refusal(ValueError, f"{problem} call.\n  fix: {_fix_text(once)}, which is called once.")
 
 
 def _list_children(model: nn.Module, path: str) -> list[str]:
@@ -162,10 +161,10 @@ def check_grid(model: nn.Module, place: Place, record: Record) -> Tensor:
     if several and place.entry is None:
         near = _find_alternatives(model, place, record)
         fix = f'choose an entry, "{near[0]}" for example' if near and near[0].path == place.path else _fix_text(near)
-        raise TypeError(f"insert: {path} returns several values, {describe_value(outputs)}; fix: {fix}.")
+        raise refusal(TypeError, f"{path} returns several values, {describe_value(outputs)}; fix: {fix}.")
     if not several and place.entry is not None:
         fix = f'insert at "{place.path}"'
-        raise TypeError(f"insert: {path} returns {describe_value(outputs)} and has no entries; fix: {fix}.")
+        raise refusal(TypeError, f"{path} returns {describe_value(outputs)} and has no entries; fix: {fix}.")
     try:
         grid = record.at(place).value
     except LookupError:
@@ -173,16 +172,16 @@ def check_grid(model: nn.Module, place: Place, record: Record) -> Tensor:
     if not is_floating(grid):
         problem = f"{place.label} must return a grid of floats, got {describe_value(grid)}"
         fix = _fix_text(_find_alternatives(model, place, record))
-        raise TypeError(f"insert: {problem}.\n  fix: {fix}.")
+        raise refusal(TypeError, f"{problem}.\n  fix: {fix}.")
     if grid.dim() < 3:
         problem = f"{place.label} returns {tuple(grid.shape)}, which has no spatial dims to attend over"
         fix = "insert before the layer that removes them, pooling or flattening for example."
-        raise ShapeError(f"insert: {problem}.\n  fix: {fix}")
+        raise refusal(ShapeError, f"{problem}.\n  fix: {fix}")
     # Of what is around the place, or in it.
     modules = [*map(model.get_submodule, parents(place.path)), *model.get_submodule(place.path).modules()]
     if grid.dim() == 3 and any(getattr(module, "batch_first", True) is False for module in modules):
         problem = f"{place.label} has the batch as its second dimension"
-        raise ValueError(f"insert: {problem}; fix: build the model with batch_first=True.")
+        raise refusal(ValueError, f"{problem}; fix: build the model with batch_first=True.")
     return grid
 
 
@@ -193,17 +192,15 @@ def check_batch(model: nn.Module, place: Place, record: Record) -> None:
     if changes(shape, seen.batches):
         problem = f"{seen.batches[0]} for twice the batch, which may change only the first dimension"
         fix = "set batch_first=True in the model, or insert where the batch is first."
-        raise ShapeError(f"insert: {place.label} returns {shape}, and {problem}.\n  fix: {fix}")
+        raise refusal(ShapeError, f"{place.label} returns {shape}, and {problem}.\n  fix: {fix}")
     if record.keeps_batch(seen):
         return
     batch, others = batches(record.example), [other for other in seen.sizes if other[0] != shape[0]]
     at_another_size = f" and {others[0]} at another input size" if others and shape[0] in batch else ""
     fix = _fix_text(_find_alternatives(model, place, record))
-    raise ShapeError(
-        f"insert: {place.label} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}: "
-        f"its first dimension is not the batch but parts of it, windows for example, and an addition would attend "
-        f"within each part alone.\n  fix: {fix}."
-    )
+    returned = f"{place.label} returns {shape} for a batch of {', '.join(map(str, sorted(batch)))}{at_another_size}"
+    problem = "its first dimension is not the batch but parts of it, windows for example, and an addition would attend"
+    raise refusal(ShapeError, f"{returned}: {problem} within each part alone.\n  fix: {fix}.")
 
 
 def check_effect(model: nn.Module, place: Place, record: Record) -> None:
@@ -211,25 +208,24 @@ def check_effect(model: nn.Module, place: Place, record: Record) -> None:
     if not has_effect(model, place, record):
         same = f"whatever its addition returns, {type(model).__name__} returns the same for this example"
         fix = _fix_text(_find_alternatives(model, place, record))
-        raise ValueError(f"insert: {place.label} has no effect: {same}.\n  fix: {fix}.")
+        raise refusal(ValueError, f"{place.label} has no effect: {same}.\n  fix: {fix}.")
 
 
 def verify(model: nn.Module, grids: Mapping[Place, Tensor], example: Any) -> None:
     """Run with the additions in place: each must be called as often as its host, and keep the shape."""
-    children, undone = {place: child_of(place) for place in grids}, "so all additions were taken out again"
-    record = Record(example)
+    children, record = {place: child_of(place) for place in grids}, Record(example)
     try:
         run_copy(model, example, {*children.values(), *(place.path for place in grids)}, record.note)
     except Exception as error:
         for place, grid in grids.items():
             _check_runs(place, model.get_submodule(children[place]), grid)
         problem = f"{type(model).__name__} fails with {', '.join(place.label for place in grids)} in place"
-        raise ValueError(f"insert: {problem}, {undone}: {describe_error(error)}\n  fix: {_AROUND}") from error
+        raise refusal(ValueError, f"{problem}, {_UNDONE}: {describe_error(error)}\n  fix: {_AROUND}") from error
     for place, grid in grids.items():
         calls, host_calls = record.calls[children[place]], record.calls[place.path]
         if calls != host_calls or not calls:
             problem = f"{place.label} was called {_times(host_calls)} and its addition {_times(calls)}"
-            raise ValueError(f"insert: {problem}, {undone}.\n  fix: {_AROUND}")
+            raise refusal(ValueError, f"{problem}, {_UNDONE}.\n  fix: {_AROUND}")
         _check_kept(place, grid, record.places[Place(children[place])].value)
 
 
@@ -241,24 +237,22 @@ def _check_runs(place: Place, addition: nn.Module, grid: Tensor) -> None:
     except Exception as error:
         problem = f"the addition at {place.label} fails on its grid {tuple(grid.shape)}"
         fix = "make must return a module from one grid to one of the same shape, with as many channels as its argument."
-        raise ValueError(
-            f"insert: {problem}, so all additions were taken out again: {describe_error(error)}\n  fix: {fix}"
-        ) from error
+        raise refusal(ValueError, f"{problem}, {_UNDONE}: {describe_error(error)}\n  fix: {fix}") from error
 
 
 def _check_kept(place: Place, grid: Tensor, output: Any) -> None:
     """Refuse an addition that does not return one grid of the shape, dtype and device of its input."""
     if not isinstance(output, Tensor):
-        raise TypeError(f"insert: the addition at {place.label} must return a tensor, got {type(output).__name__}.")
+        raise refusal(TypeError, f"the addition at {place.label} must return a tensor, got {type(output).__name__}.")
     if output.shape != grid.shape:
         shapes = f"{tuple(grid.shape)}, got {tuple(output.shape)}"
-        raise ShapeError(f"insert: the addition at {place.label} must keep the shape {shapes}.")
+        raise refusal(ShapeError, f"the addition at {place.label} must keep the shape {shapes}.")
     if (output.dtype, output.device) != (grid.dtype, grid.device):
         kept, got = (f"{each.dtype} on {each.device}" for each in (grid, output))
-        raise TypeError(f"insert: the addition at {place.label} must keep {kept}, got {got}.")
+        raise refusal(TypeError, f"the addition at {place.label} must keep {kept}, got {got}.")
     if not grid.is_meta and torch.isfinite(grid).all() and not torch.isfinite(output).all():
         problem = f"returns non-finite numbers for finite {grid.dtype} inputs"
-        raise ValueError(f"insert: the addition at {place.label} {problem}.")
+        raise refusal(ValueError, f"the addition at {place.label} {problem}.")
 
 
 def _find_alternatives(model: nn.Module, place: Place, record: Record) -> list[Place]:

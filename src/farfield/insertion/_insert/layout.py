@@ -115,7 +115,7 @@ def check_layouts(
         problem = misfits[wrong[0]][0]
         ours, others = (", ".join(map(str, places)) for places in (right, wrong))
         fix = f'two calls, layout="{assumed}" for {ours} and layout="{other}" for {others}'
-    raise ShapeError(f"insert: {problem}.\n  fix: {fix}.")
+    raise refusal(ShapeError, f"{problem}.\n  fix: {fix}.")
 
 
 def _find_misfit(
