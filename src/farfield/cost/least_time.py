@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from farfield._refusals import door, refusal
 from farfield.cost.counting import count
 from farfield.cost.measuring import step, take_turns
 
@@ -59,6 +60,7 @@ class Roofline:
         return self.seconds / self.least_seconds
 
 
+@door("cost.roofline")
 def roofline(module: nn.Module, grid: Tensor, *, backward: bool = False, repeats: int = 7) -> Roofline:
     """Measure a module from grid to grid, in turns with a copy of the grid and a matrix product.
 
@@ -86,7 +88,7 @@ def roofline(module: nn.Module, grid: Tensor, *, backward: bool = False, repeats
         (True, True)
     """
     if repeats < 1:
-        raise ValueError(f"cost.roofline: repeats must be at least 1, got {repeats=}; fix: repeats=7.")
+        raise refusal(ValueError, f"repeats must be at least 1, got {repeats=}; fix: repeats=7.")
     leaf = grid.detach().requires_grad_(backward)
     matrix = torch.randn(SIDE, SIDE, dtype=grid.dtype, device=grid.device)
     runs = {

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farfield._refusals import door, refusal
 from farfield.nn.devices import device_of
 from farfield.nn.tracing import LiveBytes, tensors
 
@@ -45,6 +46,7 @@ class Measurement:
     device: str
 
 
+@door("cost.measure")
 def measure(
     module: Callable[..., Any], *inputs: Any, backward: bool = False, repeats: int = 10, warm_up: int = 2
 ) -> Measurement:
@@ -76,15 +78,15 @@ def measure(
     """
     if repeats < 1 or warm_up < 0:
         problem = f"repeats must be at least 1 and warm_up at least 0, got {repeats=}, {warm_up=}"
-        raise ValueError(f"cost.measure: {problem}; fix: repeats=10, warm_up=2.")
-    _refuse_shapes("measure", module, inputs)
+        raise refusal(ValueError, f"{problem}; fix: repeats=10, warm_up=2.")
+    _refuse_shapes(module, inputs)
     device = device_of(inputs, module)
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
             outputs = module(*inputs)
             if backward:
-                differentiate(outputs)
+                torch.autograd.backward([output.sum() for output in find_differentiable(outputs)])
 
     with gradients_kept(module, inputs):
         for _ in range(warm_up):
@@ -94,11 +96,11 @@ def measure(
     return Measurement(statistics.median(seconds), min(seconds), peak_bytes, repeats, device_name(device))
 
 
-def _refuse_shapes(name: str, module: object, inputs: Sequence[Any]) -> None:
+def _refuse_shapes(module: object, inputs: Sequence[Any]) -> None:
     """Refuse shapes, which `cost.count` takes, in the place of tensors."""
     if isinstance(module, nn.Module) and inputs and all(is_shape(given) for given in inputs):
         shape = tuple(inputs[0])
-        raise TypeError(f"cost.{name}: inputs must be tensors, got the shape {shape}; fix: torch.randn{shape}.")
+        raise refusal(TypeError, f"inputs must be tensors, got the shape {shape}; fix: torch.randn{shape}.")
 
 
 def is_shape(given: object) -> bool:
@@ -106,6 +108,7 @@ def is_shape(given: object) -> bool:
     return isinstance(given, tuple | list) and len(given) > 1 and all(isinstance(length, int) for length in given)
 
 
+@door("cost.compare")
 def compare(
     contestants: Mapping[str, Sequence[Any]], *, backward: bool = False, repeats: int = 7, turn_seconds: float = TURN
 ) -> dict[str, Measurement]:
@@ -138,7 +141,7 @@ def compare(
     if repeats < 1 or not contestants:
         got = f"got {len(contestants)} contestants, {repeats=}"
         fix = '{"name": (module, input)}, repeats=7.'
-        raise ValueError(f"cost.compare: it needs at least one contestant and repeats of at least 1, {got}; fix: {fix}")
+        raise refusal(ValueError, f"it needs at least one contestant and repeats of at least 1, {got}; fix: {fix}")
     runs = {name: step(module, inputs, backward) for name, (module, *inputs) in contestants.items()}
     module, *inputs = next(iter(contestants.values()))
     return take_turns(runs, device_of(inputs, module), repeats, turn_seconds)
@@ -177,15 +180,13 @@ def step(module: Callable[..., Any], inputs: Sequence[Any], backward: bool) -> C
     if not backward:
         return forward
     with torch.enable_grad():
-        outputs = [tensor for tensor in tensors(module(*inputs)) if tensor.requires_grad]
-    if not outputs:
-        raise ValueError("cost.compare: backward=True, but no output has a gradient; fix: input.requires_grad_().")
+        outputs = find_differentiable(module(*inputs))
     grad_outputs = [torch.randn_like(output) for output in outputs]
     del outputs
 
     def both() -> None:
         with torch.enable_grad():
-            outputs = [tensor for tensor in tensors(module(*inputs)) if tensor.requires_grad]
+            outputs = find_differentiable(module(*inputs))
         torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True)
 
     return both
@@ -202,12 +203,12 @@ def turn(run: Callable[[], None], device: torch.device, runs: int) -> float:
     return timed(several, device) / runs
 
 
-def differentiate(outputs: Any) -> None:
-    """Compute the gradients of the sum of all outputs that require them; raise ValueError if none does."""
-    sums = [tensor.sum() for tensor in tensors(outputs) if tensor.requires_grad]
-    if not sums:
-        raise ValueError("cost.measure: backward=True, but no output has a gradient; fix: input.requires_grad_().")
-    torch.autograd.backward(sums)
+def find_differentiable(outputs: Any) -> list[Tensor]:
+    """Return the outputs that have a gradient; refuse outputs of which none has."""
+    found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
+    if not found:
+        raise refusal(ValueError, "backward=True, but no output has a gradient; fix: input.requires_grad_().")
+    return found
 
 
 @contextmanager
@@ -274,6 +275,7 @@ def processor_name() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
+@door("cost.saved_bytes")
 def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
     """Count the bytes that a forward pass keeps in memory for its backward pass.
 
@@ -294,7 +296,7 @@ def saved_bytes(module: Callable[..., Any], *inputs: Any) -> int:
         >>> cost.saved_bytes(torch.exp, leaf), cost.saved_bytes(torch.square, leaf), cost.saved_bytes(torch.neg, leaf)
         (4000, 4000, 0)
     """
-    _refuse_shapes("saved_bytes", module, inputs)
+    _refuse_shapes(module, inputs)
     own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
     kept = {tensor.untyped_storage()._cdata for tensor in own}
     # Kept alive until the end, so that no address is used twice.
