@@ -189,7 +189,7 @@ def _run(block: _Block, inputs: Sequence[Any], values: dict[str, Any], own: set[
         elif step.name == "prim::Loop":
             results = _run_loop(step.blocks[0], given, values, own)
         else:
-            if given and id(given[0]) in own and _is_change(step.name):
+            if given and id(given[0]) in own and _look_up(_CHANGES, step.name):
                 raise _refusal(step.name, "which changes a list or dict of the network")
             result = _find(step.name)(*given)
             results = [result] if len(step.outputs) == 1 else list(result or ())
@@ -206,17 +206,16 @@ def _run_loop(block: _Block, given: Sequence[Any], values: dict[str, Any], own: 
     return state
 
 
-def _is_change(name: str) -> bool:
-    return name in _CHANGES or name.partition(".")[0] in _CHANGES
+def _look_up(table: Mapping[str, Callable[..., Any]], name: str) -> Callable[..., Any] | None:
+    """Return what a table has for an operation, or for all of its overloads."""
+    return table.get(name) or table.get(name.partition(".")[0])
 
 
 def _find(name: str) -> Callable[..., Any]:
     """Return what runs a step: Python, where it is of lists and numbers, or an operation of torch."""
+    if in_python := _look_up(_CHANGES, name) or _look_up(_IN_PYTHON, name):
+        return in_python
     plain, _, overload = name.partition(".")
-    for table in (_CHANGES, _IN_PYTHON):
-        in_python = table.get(name) or table.get(plain)
-        if in_python is not None:
-            return in_python
     namespace, _, own = plain.partition("::")
     try:
         operation = getattr(getattr(getattr(torch.ops, namespace), own), overload or "default")
