@@ -118,7 +118,7 @@ class Progress:
 
 @contextmanager
 def leave_out(modules: Iterable[nn.Module], part: str) -> Iterator[None]:
-    """Leave a part of the response of attentions out: "local", "summary", or "" for none."""
+    """Leave a part of the response of attentions out, "local" or "summary"."""
     modules = list(modules)
     for module in modules:
         setattr(module, WITHOUT, part)
