@@ -25,7 +25,7 @@ from farfield.cost.formulas import (
     gathered_numbers,
     in_order,
 )
-from farfield.nn import GridAttention
+from farfield.nn.attention import PROJECTIONS, GridAttention
 from farfield.nn.bare import is_biased
 from farfield.nn.checks import check_projections
 from farfield.ops.table import OPERATORS, Operator, find_name, look_up_operator
@@ -163,8 +163,7 @@ def attention_cost(attention: GridAttention, size: tuple[int, ...], batch: int, 
 
 
 def sizes_of(attention: GridAttention, size: tuple[int, ...]) -> Sizes:
-    projections = {"q": attention.query, "k": attention.key, "v": attention.value, "o": attention.output}
-    project = "".join(letter for letter, linear in projections.items() if linear is not None)
+    project = "".join(letter for letter, name in PROJECTIONS.items() if getattr(attention, name) is not None)
     inner, width = attention.inner_channels, attention.value_channels
     norm = attention.coefficient_norm
     biased = is_biased(attention.output) or (norm is not None and norm.bias is not None)

@@ -24,7 +24,7 @@ from farfield.insertion._places import Place, join
 from farfield.insertion._replace.api import replace_attention
 from farfield.insertion._replace.finding import chosen_operator, find_original, known_attention
 from farfield.insertion._replace.learned import LOCAL, add_local, find_heads
-from farfield.nn.attention import GridAttention
+from farfield.nn.attention import PROJECTIONS, GridAttention
 from farfield.nn.normed_attention import NormedAttention
 from farfield.ops.latent import flare
 from farfield.ops.table import OPERATORS, Operator
@@ -224,7 +224,7 @@ def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
         what = f"{place.label} has a {type(module).__name__}, which is your own code and no file names"
         raise refusal(ValueError, f"{what}; fix: insert attention_for(channels), or save the code that calls insert.")
     name = _named(module.operator_name, module.operator)
-    projections = {letter: getattr(module, part) for letter, part in zip("qkvo", _PROJECTIONS, strict=True)}
+    projections = {letter: getattr(module, name) for letter, name in PROJECTIONS.items()}
     norm = module.coefficient_norm
     options = {
         "channels": module.channels,
@@ -239,9 +239,6 @@ def _describe_addition(place: Place, host: nn.Module) -> dict[str, Any]:
     }
     where = {"path": place.path, "entry": place.entry, "channels_last": last, "normed": normed}
     return where | {"operator": name, "slots": module.operator.slots, "options": options}
-
-
-_PROJECTIONS = ("query", "key", "value", "output")
 
 
 def _insert(model: nn.Module, entry: Mapping[str, Any]) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from farfield._refusals import door
 from farfield.maps.layer import Layer
 from farfield.maps.layers import check_has_attention, record_layers
-from farfield.nn.attention import GridAttention
+from farfield.nn.attention import LEARNED, PROJECTIONS, GridAttention
 from farfield.nn.bare import is_bare
 from farfield.nn.network_copy import clone, copied
 from farfield.nn.norm import CoefficientNorm
 from farfield.nn.tracing import call, hooked, keep_random_numbers, tensors
 from farfield.ops.grid import accumulation, flatten
 
-# The learned parts of an attention module: projections, and what operators learn beside them.
-PARTS = ("query", "key", "value", "output", "weight", "latents", "query_map", "key_map")
+# The learned parts of an attention module.
+PARTS = (*PROJECTIONS.values(), *LEARNED)
 
 
 class Health(NamedTuple):

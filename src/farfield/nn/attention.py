@@ -30,8 +30,9 @@ from farfield.ops.projection import Call, map_heads
 from farfield.ops.slots import Summary
 from farfield.ops.table import Operator, look_up_operator
 
-# What operators learn (`Operator.parameter_shapes`).
-_LEARNED = ("weight", "latents", "query_map", "key_map")
+# The letter of a projection -> its name; and the names of what operators learn (`Operator.parameter_shapes`).
+PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "output"}
+LEARNED = ("weight", "latents", "query_map", "key_map")
 
 
 class GridAttention(nn.Module):
@@ -120,7 +121,7 @@ class GridAttention(nn.Module):
         self.value = nn.Linear(channels, width, bias) if "v" in project else None
         self.output = nn.Linear(width, channels, bias) if "o" in project else None
         shapes = operator.parameter_shapes(inner, heads)
-        for name in _LEARNED:
+        for name in LEARNED:
             self.register_parameter(name, nn.Parameter(torch.empty(shapes[name])) if name in shapes else None)
         self.coefficient_norm = None
         if coefficient_norm:
@@ -300,7 +301,7 @@ class GridAttention(nn.Module):
         key = query if self.key is self.query else key
         if self.operator.score is not None:
             # Modules that were saved whole may be older than a name.
-            own = {name: getattr(self, name, None) for name in _LEARNED}
+            own = {name: getattr(self, name, None) for name in LEARNED}
             learned = {name: each.to(grid.dtype) for name, each in own.items() if each is not None}
             learned = learned or {"weight": grid.new_ones(self.inner_channels)}
             query, key = map_heads(self.operator, query, key, learned, self.heads)
