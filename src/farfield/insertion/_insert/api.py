@@ -117,8 +117,7 @@ def insert(
     grids = {place: check_grid(model, place, record) for place in places}
     for place in places:
         check_batch(model, place, record)
-    shapes = {place: tuple(grid.shape) for place, grid in grids.items()}
-    check_layouts(model, shapes, {place: record.at(place).sizes for place in places}, layout)
+    check_layouts(model, {place: record.at(place) for place in places}, layout)
     for place in places:
         check_effect(model, place, record)
     made = _make_all(make, grids, layout)

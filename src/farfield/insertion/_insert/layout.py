@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeGuard, get_args
 
@@ -17,6 +18,16 @@ Layout = Literal["channels_first", "channels_last"]
 _LAYOUTS = get_args(Layout)
 _OTHER: dict[Layout, Layout] = {"channels_first": "channels_last", "channels_last": "channels_first"}
 Shape = tuple[int, ...]
+
+
+@dataclass
+class Seen:
+    """What a place returned first, its shapes for other inputs that the model accepts, and whether it has an effect."""
+
+    value: Any
+    sizes: list[Shape] = field(default_factory=list)
+    batches: list[Shape] = field(default_factory=list)
+    reaches: bool = False
 
 
 def check_layout_name(layout: Any) -> None:
@@ -98,11 +109,9 @@ def _spatial_axes(tensor: Tensor, start: int, channels: int) -> list[int]:
     return axes
 
 
-def check_layouts(
-    model: nn.Module, shapes: Mapping[Place, Shape], sizes: Mapping[Place, list[Shape]], layout: Layout | None
-) -> None:
+def check_layouts(model: nn.Module, grids: Mapping[Place, Seen], layout: Layout | None) -> None:
     """Refuse a layout that another input size contradicts, and the default if neither it nor the weights confirm it."""
-    reasons = {place: _find_misfit(model, place, shape, sizes[place], layout) for place, shape in shapes.items()}
+    reasons = {place: _find_misfit(model, place, seen, layout) for place, seen in grids.items()}
     misfits = {place: misfit for place, misfit in reasons.items() if misfit is not None}
     if not misfits:
         return
@@ -110,7 +119,7 @@ def check_layouts(
     assumed = layout or _LAYOUTS[0]
     other = _OTHER[assumed]
     wrong = [place for place, (_, remedy) in misfits.items() if remedy == f'layout="{other}"']
-    right = [place for place in shapes if place not in misfits]
+    right = [place for place in grids if place not in misfits]
     if wrong and right:
         problem = misfits[wrong[0]][0]
         ours, others = (", ".join(map(str, places)) for places in (right, wrong))
@@ -118,14 +127,12 @@ def check_layouts(
     raise refusal(ShapeError, f"{problem}.\n  fix: {fix}.")
 
 
-def _find_misfit(
-    model: nn.Module, place: Place, shape: Shape, sizes: list[Shape], layout: Layout | None
-) -> tuple[str, str] | None:
+def _find_misfit(model: nn.Module, place: Place, seen: Seen, layout: Layout | None) -> tuple[str, str] | None:
     """Return the reason why a layout is refused at one place, and the fix; None if it is accepted."""
-    assumed = layout or _LAYOUTS[0]
+    assumed, shape = layout or _LAYOUTS[0], tuple(seen.value.shape)
     other = _OTHER[assumed]
     axis, swapped = channel_axis(len(shape), assumed), channel_axis(len(shape), other)
-    changed = changes(shape, sizes)
+    changed = changes(shape, seen.sizes)
     if axis in changed:
         return (
             f"{place.label} returns {shape}, and {changed[axis]} at another input size: dimension {axis}, the channels "
@@ -150,11 +157,9 @@ def _find_misfit(
     )
 
 
-def choose_layout(
-    model: nn.Module, place: Place, shape: Shape, sizes: list[Shape], layout: Layout | None
-) -> Layout | None:
+def choose_layout(model: nn.Module, place: Place, seen: Seen, layout: Layout | None) -> Layout | None:
     """Return the layout with which `insert` accepts a place: the given one, or by default the one that is confirmed."""
-    misfit = _find_misfit(model, place, shape, sizes, layout)
+    misfit = _find_misfit(model, place, seen, layout)
     assumed = layout or _LAYOUTS[0]
     if misfit is None:
         return assumed

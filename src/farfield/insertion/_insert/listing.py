@@ -82,8 +82,7 @@ def places(model: nn.Module, example: Any, *, layout: Layout | None = None) -> l
     for place, seen in record.places.items():
         if not _takes_addition(model, place, record):
             continue
-        shape = tuple(seen.value.shape)
-        fits = choose_layout(model, place, shape, seen.sizes, layout)
+        shape, fits = tuple(seen.value.shape), choose_layout(model, place, seen, layout)
         if fits is not None:
             axis, kind = channel_axis(len(shape), fits), type(modules[place.path]).__name__
             size = shape[1:axis] + shape[axis + 1 :]

@@ -20,20 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from farfield._refusals import refusal
 from farfield.insertion._insert.additions import change_entry, key_of
-from farfield.insertion._insert.layout import Shape, batches, changes, is_floating, repeat_batch, resize
+from farfield.insertion._insert.layout import Seen, batches, changes, is_floating, repeat_batch, resize
 from farfield.insertion._places import Place, parents
 from farfield.nn.network_copy import CannotCopyError, copied, share_parameters
 from farfield.nn.tracing import Influences, call, hooked, is_held_twice, keep_random_numbers, tensors
-
-
-@dataclass
-class Seen:
-    """What a place returned first, its shapes for other inputs that the model accepts, and whether it has an effect."""
-
-    value: Any
-    sizes: list[Shape] = field(default_factory=list)
-    batches: list[Shape] = field(default_factory=list)
-    reaches: bool = False
 
 
 @dataclass
