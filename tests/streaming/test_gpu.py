@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from farfield.nn.devices import free_bytes
-from farfield.ops.modes import has_tf32, without_tf32
+from farfield.ops.modes import has_tf32, without_cudnn, without_fast_attention, without_tf32
 from farfield.streaming import Tiles, passes, plan_whole, predict_whole, prediction, progress
 from farfield.volumes.source import VolumeSource
 
@@ -52,6 +53,31 @@ def test_the_check_multiplies_float32_in_float32_and_the_switches_are_the_caller
     with pytest.raises(KeyError), without_tf32():
         raise KeyError
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (precision, allowed)
+
+
+@pytest.mark.parametrize(
+    ("without", "is_on"),
+    [
+        (without_tf32, has_tf32),
+        (without_cudnn, lambda: torch.backends.cudnn.enabled),
+        (without_fast_attention, torch.backends.mha.get_fastpath_enabled),
+    ],
+)
+def test_a_switch_of_the_process_is_the_callers_after_the_last_of_several_calls(
+    without: Callable[[], AbstractContextManager[None]], is_on: Callable[[], bool]
+) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert is_on()
+    first, second = without(), without()  # of two threads: the one that began first ends first
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not is_on()
+    second.__exit__(None, None, None)
+    assert is_on()
+    with pytest.raises(KeyError), without():
+        raise KeyError
+    assert is_on()
 
 
 @pytest.mark.parametrize("switch", ["", "cuda.matmul", "cudnn.conv", "cudnn.rnn"])

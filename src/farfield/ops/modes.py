@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -181,26 +181,50 @@ def has_tf32() -> bool:
     return any(each.fp32_precision == "tf32" for each in _OF_FLOAT32)
 
 
-@contextlib.contextmanager
-def without_tf32() -> Iterator[None]:
+class _Switch:
+    """A switch of the process that calls turn off, in several threads at once: the last of them turns it back."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], off: Any) -> None:
+        self._read, self._write, self._off = read, write, off
+        self._before, self._calls, self._lock = None, 0, threading.Lock()
+
+    @contextlib.contextmanager
+    def turned_off(self) -> Iterator[None]:
+        with self._lock:
+            if not self._calls:
+                self._before = self._read()
+                self._write(self._off)
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if not self._calls:
+                    self._write(self._before)
+
+
+def _write_precisions(precisions: Sequence[str]) -> None:
+    for each, precision in zip(_OF_FLOAT32, precisions, strict=True):
+        each.fp32_precision = precision
+
+
+# The older switches are readable after these, where the caller has set those, and not the other way round.
+_TF32 = _Switch(lambda: [each.fp32_precision for each in _OF_FLOAT32], _write_precisions, ["ieee"] * len(_OF_FLOAT32))
+_CUDNN_ENABLED = _Switch(lambda: _CUDNN.enabled, lambda enabled: setattr(_CUDNN, "enabled", enabled), False)
+_FAST_ATTENTION = _Switch(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
+
+
+def without_tf32() -> contextlib.AbstractContextManager[None]:
     """Multiply float32 in float32."""
-    # The older switches are readable after these, where the caller has set those, and not the other way round.
-    before = [each.fp32_precision for each in _OF_FLOAT32]
-    try:
-        for each in _OF_FLOAT32:
-            each.fp32_precision = "ieee"
-        yield
-    finally:
-        for each, precision in zip(_OF_FLOAT32, before, strict=True):
-            each.fp32_precision = precision
+    return _TF32.turned_off()
 
 
-@contextlib.contextmanager
-def without_cudnn() -> Iterator[None]:
+def without_cudnn() -> contextlib.AbstractContextManager[None]:
     """Run without cuDNN; its other switches stay as they are."""
-    enabled = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = enabled
+    return _CUDNN_ENABLED.turned_off()
+
+
+def without_fast_attention() -> contextlib.AbstractContextManager[None]:
+    """Run attention of torch by its operations, as it is recorded, and not by a kernel that rounds otherwise."""
+    return _FAST_ATTENTION.turned_off()

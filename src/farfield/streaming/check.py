@@ -10,8 +10,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from farfield._refusals import refusal
 from farfield.nn.network_copy import copied, share_parameters
+from farfield.ops.modes import without_fast_attention
 from farfield.streaming.graph import Graph, Value, run_node, run_whole
 from farfield.streaming.labels import last_uses, summarized_boxes
 from farfield.streaming.passes import Store, TiledRun
@@ -215,17 +215,6 @@ def _run_copy(
         for norm in itertools.islice(norms, 1):
             norm.register_forward_pre_hook(compare)
         return finish(own(*(grid.clone() if dtype is None else grid.to(dtype) for grid in grids)))
-
-
-@contextmanager
-def without_fast_attention() -> Iterator[None]:
-    """Run attention of torch by its operations, as it is recorded, and not by a kernel that rounds otherwise."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def run_tiles(
