@@ -7,14 +7,13 @@ use the plain form.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from farfield.ops.modes import are_themselves, autocast_dtype, is_recorded_by_autograd, is_transformed
+from farfield.ops.modes import are_themselves, is_recorded_by_autograd, is_transformed, keep_autocast
 
 _Precision = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -71,7 +70,7 @@ def accelerate(
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
             count = ctx.outputs = len(outputs) - kept - constants
-            ctx.precision = _precision(next(each for each in inputs if isinstance(each, Tensor)))
+            ctx.precision = keep_autocast(next(each for each in inputs if isinstance(each, Tensor)))
             saved, without = save(inputs), outputs[count:]
             ctx.others = [None if isinstance(each, Tensor) else each for each in saved]
             tensors = [each if isinstance(each, Tensor) else None for each in saved]
@@ -194,11 +193,3 @@ def _compute_vmap(
     outputs = run.fill(values) + [None] * kept
     where = [0 if each is not None else None for each in outputs]
     return (outputs[0], where[0]) if len(outputs) == 1 else (tuple(outputs), tuple(where))
-
-
-def _precision(tensor: Tensor) -> _Precision:
-    """Return a function that makes a context with the current autocast, for a backward pass that recomputes."""
-    dtype = autocast_dtype(tensor)
-    if dtype is None:
-        return contextlib.nullcontext
-    return functools.partial(torch.autocast, tensor.device.type, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +142,14 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def keep_autocast(tensor: Tensor) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a function that makes a context with the current autocast, for a backward pass that recomputes."""
+    dtype = autocast_dtype(tensor)
+    if dtype is None:
+        return contextlib.nullcontext
+    return functools.partial(torch.autocast, tensor.device.type, dtype)
 
 
 def full_precision(tensor: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from farfield.ops.modes import autocast_dtype
+from farfield.ops.modes import keep_autocast
 from farfield.streaming.graph import Graph, Value, run_whole
 from farfield.streaming.passes import Store
 from farfield.streaming.plan import StreamingPlan, find_wanted, own_box
@@ -49,16 +48,14 @@ class Step:
         # Of all tiles: merged parts of sums, and moments of norms of which nothing is cut.
         self.sums: dict[int, Parts] = {}
         self.moments: dict[int, Parts] = {}
-        self.autocast, self.is_open = autocast_dtype(torch.empty(0, device=graph.device)), True
+        self.is_open = True
+        # Makes the context of autocast in which the call was made.
+        self.surroundings = keep_autocast(torch.empty(0, device=graph.device))
 
     @property
     def roots(self) -> list[Value]:
         """The constants that have a gradient."""
         return [value for value, each in self.constants.items() if each.requires_grad]
-
-    def surroundings(self) -> AbstractContextManager[None]:
-        """Return the context of autocast in which the call was made."""
-        return nullcontext() if self.autocast is None else torch.autocast(self.graph.device.type, self.autocast)
 
     def close(self) -> None:
         """Let go of all that is kept for the backward pass."""
