@@ -14,7 +14,7 @@ from torch import Tensor
 from farfield import ops
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention
-from farfield.ops.fast import kernels, steps
+from farfield.ops.fast import kernels, table
 from helpers.grids import PAIRS, ROWS, Case, assert_close, draw, gradients, leaves, name, relative_error
 from helpers.partly import pairwise
 
@@ -233,11 +233,19 @@ def test_kernels_on_are_kernels_off(row: str, monkeypatch: pytest.MonkeyPatch) -
                 assert_close(got, want, 1e-5)
 
 
-def test_the_table_says_why_no_kernel_sums_keys_with_weights() -> None:
-    positions = torch.randn(1, 32, 9)
-    plan = steps.RowPlan(ops.OPERATORS["factorized"], 1, 32, 0, False, False, False, False, True)
-    assert steps.why_not_slots(plan, positions, positions) == kernels.WEIGHTED
-    assert steps.why_not_scores(plan, positions, positions) == kernels.WEIGHTED
+def test_the_table_says_that_kernels_sum_keys_without_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line for line in table.LINES if line.step == "sums"]
+    assert all("keys without weights" in table.describe(line) for line in lines)
+    sums, called, call = {name for line in lines for name in line.names}, set[str](), kernels.call
+    monkeypatch.setattr(kernels, "call", lambda name, *arguments: called.add(name) or call(name, *arguments))
+    query, grid, weight = torch.randn(1, 32, 4), torch.randn(1, 32, 30), torch.rand(1, 30)
+    for attend in (ops.linear_elu_attention, ops.siamese_ones_attention):
+        attend(query, grid, grid, key_weight=weight)
+        assert called.isdisjoint(sums)
+    for attend in (ops.linear_elu_attention, ops.siamese_ones_attention) if kernels.run() else ():
+        called.clear()
+        attend(query, grid, grid)
+        assert not called.isdisjoint(sums)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

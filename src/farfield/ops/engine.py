@@ -160,7 +160,9 @@ def _summarize_positions(
     if part.run is not None:
         part, (values, valid) = run_part(part, Gathered(values, gathered.valid), side_by_side)
         call, values = call._replace(value=part), values if complete else torch.where(valid > 0, values, 0)
-    result = table.summarize(call, gathered, values, complete, itself_queries, counts is not None) if fast else None
+    result = None
+    if fast and counts is None:  # kernels read of a mask only whether a key is valid
+        result = table.summarize(call, gathered, values, complete, itself_queries)
     if result is None:
         key, shared = project_keys(call, gathered), call.value.matrix is not None
         itself_key = call.operator.reads_keys and call.key.matrix is None

@@ -32,7 +32,6 @@ SWITCH = "FARFIELD_KERNELS"
 _FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 MANY_SCORES = "more than 4 scores, or fewer than 8 channels a score, with which torch's products are faster"
 DERIVATIVE = "a derivative is wanted"
-WEIGHTED = "keys have weights, and kernels read of a mask only whether a key is valid"
 # The forms of a call: the operator alone, with projections or a norm, and added to a target.
 BARE, PROJECTED, WITH_TARGET = "nothing projected or normed", "something projected or normed", "added to a target"
 NOT_INSTALLED = "not built: farfield runs from files that were not installed; fix: pip install -e . in their checkout"

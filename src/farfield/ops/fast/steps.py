@@ -68,7 +68,6 @@ class RowPlan(NamedTuple):
     shared: bool  # whether every head summarizes all channels
     complete: bool  # whether all positions are valid
     apart: bool  # whether the values are not the positions
-    weighted: bool  # whether keys have weights
     kernel: kernels.Kernel | None = None  # projects and sums; None if torch does
 
 
@@ -121,8 +120,6 @@ def why_not_scores(plan: RowPlan, positions: Tensor, values: Tensor, *projection
     """Return why `sum_scores` does not run, or None."""
     if plan.apart:
         return "keys and values are not of the same positions"
-    if plan.weighted:
-        return kernels.WEIGHTED
     matrices = [each for each in projections[::2] if each is not None]
     if not matrices or plan.keys != plan.heads * (plan.operator.basis is one_and_key):
         return "keys are not scores"
@@ -170,8 +167,6 @@ def why_not_slots(plan: RowPlan, positions: Tensor, values: Tensor, *projections
     # The equations give a basis ones, one a head, where the operator says that it does not read keys.
     if not plan.keys:
         return "no keys are read"
-    if plan.weighted:
-        return kernels.WEIGHTED
     return why_not_multiplied(plan, positions, *projections) or why_not_multiplied(plan, values)
 
 

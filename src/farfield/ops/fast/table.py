@@ -280,9 +280,9 @@ def explain(call: Call, grid: Tensor, target: Target | None = None) -> Iterator[
 
 # ---- the two steps ---------------------------------------------------------------------------------------------------
 def summarize(
-    call: Call, gathered: Gathered, values: Tensor, complete: bool, itself: bool, weighted: bool = False
+    call: Call, gathered: Gathered, values: Tensor, complete: bool, itself: bool
 ) -> tuple[Tensor | None, Summary] | None:
-    """Project and summarize; None if the equation must.
+    """Project and summarize keys without weights; None if the equation must.
 
     With `itself`, the queries come from the same positions and may be projected too.
     """
@@ -299,14 +299,12 @@ def summarize(
     )
     shared = call.value.matrix is not None
     apart = values is not positions
-    plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete, apart, weighted)
+    plan = RowPlan(operator, call.heads, rows, others, call.key is query, shared, complete, apart)
     # The same projection is computed once.
     own, other = key or IDENTITY, IDENTITY if query is None or key is query else query
     lines = _SUMS.get((operator.basis,), ())
     matrices = own.matrix, own.bias, other.matrix, other.bias
     kernel = next((line for line in lines if line.why_not(plan, positions, values, *matrices) is None), None)
-    if weighted:  # by the equation, whose gradients autograd takes
-        return None
     plan = plan._replace(kernel=kernel)
     if kernel is None or not are_free(positions, values, *matrices):
         return project_and_summarize(plan, positions, values, valid, (own, other, call.value))
