@@ -302,14 +302,15 @@ def _weighted_taps(cubic: bool, axis: _Axis, corners: bool) -> Taps:
     low = source.floor()
     share = source - low
     index = torch.stack([(low.long() + tap).clamp(0, length - 1) for tap in (-1, 0, 1, 2)])
-    weights = [_cubic_weight(each) for each in (share + 1, share, 1 - share, 2 - share)]
+    weights = [_cubic_weight(each, -0.75) for each in (share + 1, share, 1 - share, 2 - share)]
     return Taps(index.numpy(), torch.stack(weights), place)
 
 
-def _cubic_weight(distance: Tensor) -> Tensor:
-    near = (1.25 * distance - 2.25) * distance * distance + 1
-    far = ((-0.75 * distance + 3.75) * distance - 6) * distance + 3
-    return torch.where(distance <= 1, near, far)
+def _cubic_weight(distance: Tensor, slope: float) -> Tensor:
+    """Return weights of cubic convolution with a slope at distance 1: of torch -0.75, and antialiased -0.5."""
+    near = ((slope + 2) * distance - (slope + 3)) * distance * distance + 1
+    far = ((slope * distance - 5 * slope) * distance + 8 * slope) * distance - 4 * slope
+    return torch.where(distance <= 1, near, far.where(distance < 2, 0))
 
 
 @functools.lru_cache(256)
@@ -323,17 +324,11 @@ def _averaged_taps(cubic: bool, axis: _Axis, corners: bool) -> Taps:
     start, stop = (center - reach + 0.5).long().clamp(min=0), (center + reach + 0.5).long().clamp(max=length)
     index = start + torch.arange(int((stop - start).max()))[:, None]
     distance = ((index - center + 0.5) / wide).abs()
-    weights = _smooth_weight(distance) if cubic else (1 - distance).clamp(min=0)
+    weights = _cubic_weight(distance, -0.5) if cubic else (1 - distance).clamp(min=0)
     weights = weights.where(index < stop, 0)
     return Taps(
         index.minimum(stop - 1).numpy(), weights / weights.sum(0), Place(_find_step(axis), (_find_step(axis) - 1) / 2)
     )
-
-
-def _smooth_weight(distance: Tensor) -> Tensor:
-    near = (1.5 * distance - 2.5) * distance * distance + 1
-    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
-    return torch.where(distance <= 1, near, far.where(distance < 2, 0))
 
 
 def _upsample_taps(call: OperationCall) -> Mapping[int, Taps]:
