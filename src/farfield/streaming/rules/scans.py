@@ -29,7 +29,6 @@ from farfield.streaming.rules.rule import (
     all_but,
     boxes_along,
     given_dims,
-    named,
     take_along,
     widen,
 )
@@ -200,9 +199,13 @@ def _add_exponentials(numbers: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
 
 
 _SCANS = {
-    "cumsum": Scan((0,), _sum_up, lambda one, other: [one[0] + other[0]], lambda own, dim: [own[0].cumsum(dim)]),
-    "cumprod": Scan((1,), _multiply_up, lambda one, other: [one[0] * other[0]], lambda own, dim: [own[0].cumprod(dim)]),
-    "logcumsumexp": Scan(
+    "aten.cumsum.default": Scan(
+        (0,), _sum_up, lambda one, other: [one[0] + other[0]], lambda own, dim: [own[0].cumsum(dim)]
+    ),
+    "aten.cumprod.default": Scan(
+        (1,), _multiply_up, lambda one, other: [one[0] * other[0]], lambda own, dim: [own[0].cumprod(dim)]
+    ),
+    "aten.logcumsumexp.default": Scan(
         (-math.inf,),
         _add_exponentials,
         lambda one, other: [torch.logaddexp(one[0], other[0])],
@@ -229,8 +232,4 @@ def _scanned(scan: Scan) -> Rule:
     return aligned(_dims_of)._replace(label=label, reduce=reduce)
 
 
-_RULES = {name: _scanned(scan) for name, scan in _SCANS.items()}
-SCAN_RULES: dict[str, Rule] = {
-    "scan": _RULES.pop("scan"),
-    **{rule: own for name, scan in _RULES.items() for rule, own in named(scan, name).items()},
-}
+SCAN_RULES: dict[str, Rule] = {name: _scanned(scan) for name, scan in _SCANS.items()}
