@@ -198,9 +198,9 @@ def plan_call(recorded: RecordedCall, size: tuple[int, ...], tiles: Tiles) -> Tr
         text = f"{graph.nodes[index].op} in {graph.nodes[index].path} has no gradient along an axis that is cut"
         raise refusal(GraphError, f"{text}; fix: tile with None for that axis.")
     for index, row in forward.labelled.reductions.items():
-        forward.labelled.reductions[index] = with_ties(row)
-        node = graph.nodes[index]
-        if forward.labelled.reductions[index].pull is None and any(_is_smooth(info) for info in node.outputs):
+        node, own = graph.nodes[index], with_ties(row)
+        forward.labelled.reductions[index] = own
+        if own.pull is None and any(_is_smooth(info) for info in node.outputs):
             fix = "it behind WholeNetwork, and not within"
             raise refusal(GraphError, f"{node.op} in {node.path} has no gradient in tiles; fix: {fix}.")
     return plan

@@ -83,7 +83,9 @@ class Step:
         ends = {*plan.passes[number].writes, *(self.outputs if is_last else ())}
         own = {value: box for value in sorted(ends) if (box := own_box(plan, value, tile)) is not None}
         wanted |= {value: box for value, box in own.items() if value not in wanted}
-        untiled = self._find_untiled() if is_last and index == 0 else {}
+        # The operands of tracked norms of which nothing is cut, and which are no sums over tiles.
+        norms = [each for each in self.tracked if each not in self.sums] if is_last and index == 0 else []
+        untiled = {each: self.graph.nodes[each].inputs[0] for each in norms}
         wanted |= {value: whole_box(labelled.layouts[value]) for value in untiled.values()}
         stored = {value for each in plan.passes[:number] for value in each.writes}
         known = compute(labelled, wanted, stored.union(self.graph.inputs) - ends, self.read, self.sums)
@@ -99,10 +101,6 @@ class Step:
             if value in plan.passes[number].writes:
                 self.stored[value].write(index, box, part(value, box))
         return {str(node): summarize_tile(labelled, node, boxes, part, tile) for node, boxes in summarized.items()}
-
-    def _find_untiled(self) -> dict[int, Value]:
-        """Return the operands of tracked norms of which nothing is cut, and which are no sums over tiles."""
-        return {index: self.graph.nodes[index].inputs[0] for index in self.tracked if index not in self.sums}
 
     def read(self, value: Value, box: Box) -> Tensor:
         """Read a box of a volume or of a stored value."""

@@ -176,7 +176,7 @@ class WholeNetwork(nn.Module):
             _refuse_network(self.network)
             _refuse_norms(self.network)
             count, sources = self._arrange(volumes)
-            recorded, plan = self._plan(count, [Info(each.shape, each.dtype) for each in sources])
+            recorded, plan = self._plan(count, sources)
             graph, modules = self._bind(recorded, plan.forward)
             tracked = {f"network.{path}" if path else "network": norm for path, norm in find_tracked(self.network)}
             step = Step(plan.forward, graph, recorded.outputs, sources, tracked)
@@ -201,7 +201,7 @@ class WholeNetwork(nn.Module):
             for each in volumes
         ]
         count, sources = self._arrange(given)
-        return self._plan(count, [Info(each.shape, each.dtype) for each in sources])[1]
+        return self._plan(count, sources)[1]
 
     def _arrange(self, volumes: Sequence[Any]) -> tuple[int, list[VolumeSource]]:
         """Return how many volumes are the network's, and all of them."""
@@ -235,14 +235,15 @@ class WholeNetwork(nn.Module):
             raise refusal(ShapeError, text)
         return len(own), sources
 
-    def _plan(self, count: int, infos: Sequence[Info]) -> tuple[RecordedCall, TrainingPlan]:
+    def _plan(self, count: int, sources: Sequence[VolumeSource]) -> tuple[RecordedCall, TrainingPlan]:
         """Record a call, and plan it, if it is not as the last one of these shapes."""
-        recorded, key = record_call(self.network, self.loss, count, infos), tuple(infos)
+        key = tuple(Info(each.shape, each.dtype) for each in sources)
+        recorded = record_call(self.network, self.loss, count, key)
         described = describe_graph(recorded.graph.nodes)
         if key not in self._plans or self._plans[key][0] != described:
             while len(self._plans) >= _KEPT:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = described, plan_call(recorded, infos[0].shape[2:], self.tiles)
+            self._plans[key] = described, plan_call(recorded, key[0].shape[2:], self.tiles)
         return recorded, self._plans[key][1]
 
     def _bind(self, recorded: RecordedCall, plan: StreamingPlan) -> tuple[Graph, list[Tensor]]:
