@@ -133,12 +133,23 @@ def test_kernels_are_called_in_one_place() -> None:
     assert files == [Path(kernels.__file__)]
 
 
-def test_projecting_again_declines_where_a_derivative_is_wanted(on: None) -> None:
+def test_projecting_again_calls_no_kernel_where_a_derivative_is_wanted(
+    on: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     positions, matrix = torch.randn(2, CHANNELS, 35), torch.randn(8, CHANNELS)
-    assert gradients.project(positions, matrix, None) is not None
-    assert gradients.project(positions.requires_grad_(), matrix, None) is None
+    called, call = list[str](), kernels.call
+    monkeypatch.setattr(kernels, "call", lambda name, *arguments: called.append(name) or call(name, *arguments))
+
+    def count() -> int:
+        called.clear()
+        torch.testing.assert_close(gradients.project_again(positions, matrix, None), matrix @ positions)
+        return len(called)
+
+    assert count() == 1
+    positions.requires_grad_()
+    assert count() == 0
     with torch.no_grad():
-        assert gradients.project(positions, matrix, None) is not None
+        assert count() == 1
 
 
 # ---- what is not an operator -----------------------------------------------------------------------------------------

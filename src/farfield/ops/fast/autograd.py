@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farfield.ops.fast import kernels
-from farfield.ops.fast.gradients import gradients_of_rows, split_gradients
-from farfield.ops.fast.gradients import project as project_by_kernel
+from farfield.ops.fast.gradients import gradients_of_rows, project_again, split_gradients
 from farfield.ops.fast.steps import ResponsePlan, RowPlan, are_small, multiply_slots, prepare_slots, stack_projections
 from farfield.ops.function import accelerate
 from farfield.ops.grid import in_channels_last
@@ -94,17 +93,11 @@ def _restore_sources(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
     """Return the arguments of `_plain_sums`, with positions and values that were not kept."""
     plan, positions, values, valid, *rest = arguments
     with precision():
-        positions = _make_again(*rest[-6:-3]) if positions is None else positions
+        positions = project_again(*rest[-6:-3]) if positions is None else positions
         if values is None:
-            values = _make_again(*rest[-3:])
+            values = project_again(*rest[-3:])
             values = values if plan.complete else torch.where(valid[:, 0] > 0, values, 0)
     return plan, positions, values, valid, *rest
-
-
-def _make_again(source: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Project `source`, by a kernel if one does."""
-    rows = project_by_kernel(source, matrix, bias)
-    return project(source, Projection(matrix, bias)) if rows is None else rows
 
 
 def _project_and_keep(plan: RowPlan, positions: Tensor, values: Tensor, valid: Tensor, *rest: Any) -> tuple[Any, ...]:
@@ -271,7 +264,7 @@ def _restore_query(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
     if isinstance(query, tuple):
         heads, dtype = query
         with precision():
-            made = _make_again(_make_again(positions, *projections[:2]), *projections[2:])
+            made = project_again(project_again(positions, *projections[:2]), *projections[2:])
             query = split_heads(made, heads).to(dtype)
     return plan, positions, *projections, query, *parts
 

@@ -20,15 +20,15 @@ from farfield.ops.fast.steps import (
     why_not_multiplied,
 )
 from farfield.ops.modes import are_free
-from farfield.ops.projection import Projection
+from farfield.ops.projection import Projection, project
 from farfield.ops.slots import Features, identity, query_and_one
 
 
 # ---- of keys and values that are summed into slots -------------------------------------------------------------------
-def project(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Return `matrix · positions + bias`, `(b, rows, n)`; None if no kernel does it, or a derivative is wanted."""
+def project_again(positions: Tensor, matrix: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return `matrix · positions + bias`, `(b, rows, n)`, by a kernel if one does it and no derivative is wanted."""
     if matrix is None or not are_free(positions, matrix, bias) or why_not_multiplied(None, positions, matrix, bias):
-        return None
+        return project(positions, Projection(matrix, bias))
     options = (None, 0, matrix.shape[:-1].numel(), 1, 1, MAPS[identity], False)
     rows = kernels.call("project_and_summarize", positions, None, floats(matrix), floats(bias), *options)[0]
     return cast(Tensor, rows)
