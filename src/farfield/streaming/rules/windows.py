@@ -130,11 +130,11 @@ def convolve(
     groups: int,
 ) -> Tensor:
     """Convolve; on a CPU volumes by oneDNN."""
+    given = stride, padding, dilation, False, [0] * len(padding), groups
     # Where they are small, as those of tiles are, torch takes a loop of its own, which takes up to 16 times as long.
     if _is_volume(grid, weight) and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-        given = stride, padding, dilation, False, [0] * len(padding), groups
         return cast(Tensor, _Convolution.apply(grid, weight, bias, *given))
-    return torch.convolution(grid, weight, bias, stride, padding, dilation, False, [0] * len(padding), groups)
+    return torch.convolution(grid, weight, bias, *given)
 
 
 class _Hollow(torch.autograd.Function):
