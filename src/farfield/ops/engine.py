@@ -19,7 +19,7 @@ from torch import Tensor
 from farfield.ops.fast import axes, table
 from farfield.ops.fast.steps import add_responses
 from farfield.ops.fast.whole import Target
-from farfield.ops.grid import Gathered, Place, Positions, in_layout_of, laid_out_for
+from farfield.ops.grid import Gathered, Place, Positions, in_channels_last, in_layout_of, lay_out
 from farfield.ops.modes import is_recorded, is_recorded_for_tiles
 from farfield.ops.projection import (
     Call,
@@ -211,7 +211,7 @@ def _respond_positions(
         responses = responses + (of_axes / spatial_dims)[:, None].to(responses.dtype)
     responses = responses.to(grid.dtype)
     if not queries.side_by_side:  # what is written more than once is first brought into the order of the grid
-        responses = laid_out_for(grid, responses)
+        responses = lay_out(responses, in_channels_last(grid))
     scatter = partial(axes.scatter, queries) if fast and not queries.side_by_side else queries.scatter
     responses = scatter(responses, grid.shape[2:], place)
     if call.output.run is not None:

@@ -296,9 +296,9 @@ def in_channels_last(grid: Tensor) -> bool:
     return not grid.is_contiguous() and grid.stride(1) == 1
 
 
-def laid_out_for(grid: Tensor, positions: Tensor) -> Tensor:
-    """Lay out responses `(b, c, n)` in memory as the query grid is, so that scattering them writes in its order."""
-    return positions.mT.contiguous().mT if in_channels_last(grid) else positions.contiguous()
+def lay_out(positions: Tensor, wide: bool) -> Tensor:
+    """Lay out `(b, c, n)` as a grid is, `wide` if in channels last, so that scattering writes in the grid's order."""
+    return positions.mT.contiguous().mT if wide else positions.contiguous()
 
 
 def in_layout_of(grid: Tensor, response: Tensor) -> Tensor:

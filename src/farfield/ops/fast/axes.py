@@ -19,6 +19,7 @@ from farfield.ops.grid import (
     axis_sums,
     hide,
     in_channels_last,
+    lay_out,
     valid_counts,
 )
 
@@ -77,8 +78,7 @@ def write_sum(responses: Tensor, size: Sequence[int], training: bool) -> Tensor:
 def _spread(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
     """Return the gradient of sums along axes, the outer sum of their gradients; autograd would make a grid per axis."""
     (grid, wide), (grad,) = arguments, grad_outputs
-    grad = grad.to(grid.dtype)
-    return write_sum(grad.mT.contiguous().mT if wide else grad.contiguous(), grid.shape[2:], True), None
+    return write_sum(lay_out(grad.to(grid.dtype), wide), grid.shape[2:], True), None
 
 
 def _collect(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None, None]:

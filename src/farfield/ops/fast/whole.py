@@ -17,7 +17,7 @@ from farfield.ops.fast import kernels
 from farfield.ops.fast.axes import write_sum
 from farfield.ops.fast.steps import add_product, are_few, are_small
 from farfield.ops.function import accelerate, shapes_alone
-from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, laid_out_for
+from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, lay_out
 from farfield.ops.modes import are_free, full_precision, is_itself
 from farfield.ops.projection import Call, Projection, by_head, project, split_heads
 from farfield.ops.slots import one_and_key
@@ -79,6 +79,7 @@ def attend_projected_means(call: Call, grid: Tensor, target: Target | None) -> T
     """Attend with projected values and responses in a few calls, in inference."""
     (matrix, bias, *_), last, size = call.value, call.output, grid.shape[2:]
     factors = grid.new_ones(call.heads, dtype=torch.float32) if call.norm is None else call.norm.factors()
+    wide = in_channels_last(grid)
     with full_precision(grid):
         means = values = kernels.call("axis_means", grid)
         if matrix is not None:
@@ -89,10 +90,10 @@ def attend_projected_means(call: Call, grid: Tensor, target: Target | None) -> T
         )
         if last.matrix is not None:
             each = last.matrix.float().expand(len(grid), -1, -1)
-            vectors = torch.bmm(vectors.mT, each.mT).mT if in_channels_last(grid) else torch.bmm(each, vectors)
+            vectors = torch.bmm(vectors.mT, each.mT).mT if wide else torch.bmm(each, vectors)
     if target is None and last.bias is not None:
         vectors = vectors + (last.bias / len(size))[:, None].to(vectors.dtype)  # each position adds up one per axis
-    responses = in_layout_of(grid, write_sum(laid_out_for(grid, vectors.to(grid.dtype)), size, False))
+    responses = in_layout_of(grid, write_sum(lay_out(vectors.to(grid.dtype), wide), size, False))
     return responses if target is None else target(last.bias, responses)
 
 
@@ -124,8 +125,7 @@ def _kernel_means(grid: Tensor, wide: bool) -> Tensor:
 
 def _spread_means(arguments: Sequence[Any], kept: Any, grad_outputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, None]:
     (grid, wide), (grad,) = arguments, grad_outputs
-    grad = grad.to(grid.dtype)
-    grad_means = grad.mT.contiguous().mT if wide else grad.contiguous()
+    grad_means = lay_out(grad.to(grid.dtype), wide)
     return cast(Tensor, kernels.call("outer_sum", grad_means, grid.shape[2:], True, True)), None
 
 
