@@ -52,11 +52,6 @@ def _changed(change: Callable[[Tensor], Tensor], summarize: Summarize) -> Summar
     return lambda call, core, tensors: summarize(call, core, [change(_numbers(call, tensors))])
 
 
-def _count(call: OperationCall) -> int:
-    """How many positions are reduced to one."""
-    return math.prod(length_of(call.operands[0].layout[dim]) for dim in given_dims(call))
-
-
 # ---- sums and extremes -----------------------------------------------------------------------------------------------
 def _sum_up(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
     numbers = _numbers(call, tensors)
@@ -72,7 +67,7 @@ def add_parts(first: Parts, second: Parts) -> Parts:
 
 
 def _average(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-    return parts[0] / _count(call)
+    return parts[0] / math.prod(length_of(call.operands[0].layout[dim]) for dim in given_dims(call))
 
 
 def _multiply_up(call: OperationCall, core: Core, tensors: Sequence[Tensor]) -> Parts:
@@ -183,7 +178,8 @@ def _pull_peaks(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts]:
     return (None if grads[0] is None else grads[0].where(own[1] == merged[1], 0), None), grads
 
 
-def _take_place(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+def _take_second(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
+    """Return the place of an extreme, or the mean of moments."""
     return parts[1]
 
 
@@ -264,10 +260,6 @@ def _pull_moments(own: Parts, merged: Parts, grads: Parts) -> tuple[Parts, Parts
     return (None, sum(means) if means else None, of_squares), grads
 
 
-def _take_mean(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
-    return parts[1]
-
-
 def _find_variance(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor], parts: Parts) -> Tensor:
     """Return the variance with the correction of the call, or its root, or the mean beside it."""
     if output:
@@ -342,7 +334,7 @@ def add_mask(call: OperationCall, row: Reduction) -> Reduction:
 
 
 def _mean_row(call: OperationCall) -> Reduction:
-    return add_mask(call, MOMENTS._replace(finish=_take_mean)) if "mask" in call.kwargs else _MEAN
+    return add_mask(call, MOMENTS._replace(finish=_take_second)) if "mask" in call.kwargs else _MEAN
 
 
 def _norm_row(call: OperationCall) -> Reduction:
@@ -366,8 +358,8 @@ REDUCTIONS: dict[str, Reduction | Callable[[OperationCall], Reduction]] = {
     "any.dims any.dim any.default": _LARGEST._replace(summarize=_changed(Tensor.bool, _find_largest)),
     "all.dims all.dim all.default": _SMALLEST._replace(summarize=_changed(Tensor.bool, _find_smallest)),
     "linalg_vector_norm norm.ScalarOpt_dim": _norm_row,
-    "argmax": PEAKS._replace(finish=_take_place),
-    "argmin": _LOWS._replace(finish=_take_place),
+    "argmax": PEAKS._replace(finish=_take_second),
+    "argmin": _LOWS._replace(finish=_take_second),
     "max.dim": PEAKS,
     "min.dim": _LOWS,
     "var.correction std.correction var_mean.correction std_mean.correction": lambda call: add_mask(call, MOMENTS),
