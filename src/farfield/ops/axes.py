@@ -48,7 +48,7 @@ def axis_means(grid: Float[Tensor, "b c *n"], *, mask: Bool[Tensor, " b *n"] | N
     """
     check_grid("grid", grid)
     check_mask("mask", mask, "grid", grid)
-    sums, counts = axes.gather(AXES, grid, mask) if is_fast() else AXES.gather(grid, mask, None)
+    sums, counts = axes.gather(grid, mask) if is_fast() else AXES.gather(grid, mask, None)
     return (sums / counts.clamp_min(1)).to(grid.dtype)
 
 
@@ -85,4 +85,4 @@ def outer_sum(vectors: Float[Tensor, "b c s"], size: Sequence[int]) -> Float[Ten
     if vectors.dim() != 3 or vectors.shape[2] != sum(size):
         fix = f"concatenate one vector per axis, {sum(size)} numbers for size {tuple(size)}."
         raise shape_error("vectors must be (batch, channels, sum of size).", fix, vectors=vectors)
-    return axes.scatter(AXES, vectors, size) if is_fast() else AXES.scatter(vectors, size)
+    return axes.outer_sum(vectors, size) if is_fast() else AXES.scatter(vectors, size)

@@ -19,7 +19,7 @@ from torch import Tensor
 from farfield.ops.fast import axes, table
 from farfield.ops.fast.steps import add_responses
 from farfield.ops.fast.whole import Target
-from farfield.ops.grid import Gathered, Place, Positions, in_channels_last, in_layout_of, lay_out
+from farfield.ops.grid import Gathered, Place, Positions, add_axes, axis_sums, in_channels_last, in_layout_of, lay_out
 from farfield.ops.modes import is_recorded, is_recorded_for_tiles
 from farfield.ops.projection import (
     Call,
@@ -136,8 +136,9 @@ def _gather(
     place: Place | None = None,
     weight: Tensor | None = None,
 ) -> Gathered:
-    given = (grid, mask, place) if weight is None else (grid, mask, place, weight)
-    return axes.gather(where, *given) if fast and not where.side_by_side else where.gather(*given)
+    if fast and where.gather is axis_sums and place is None:
+        return axes.gather(grid, mask, weight)
+    return where.gather(grid, mask, place) if weight is None else where.gather(grid, mask, place, weight)
 
 
 def _summarize_positions(
@@ -212,8 +213,10 @@ def _respond_positions(
     responses = responses.to(grid.dtype)
     if not queries.side_by_side:  # what is written more than once is first brought into the order of the grid
         responses = lay_out(responses, in_channels_last(grid))
-    scatter = partial(axes.scatter, queries) if fast and not queries.side_by_side else queries.scatter
-    responses = scatter(responses, grid.shape[2:], place)
+    if fast and queries.scatter is add_axes and place is None:
+        responses = axes.outer_sum(responses, grid.shape[2:])
+    else:
+        responses = queries.scatter(responses, grid.shape[2:], place)
     if call.output.run is not None:
         responses = call.output.run(responses.flatten(2)).unflatten(2, grid.shape[2:]).to(grid.dtype)
     responses = in_layout_of(grid, responses)

@@ -12,11 +12,8 @@ from farfield.ops.fast import kernels
 from farfield.ops.function import accelerate, shapes_alone
 from farfield.ops.grid import (
     Gathered,
-    Place,
-    Positions,
     add_axes,
     along_axes,
-    axis_sums,
     hide,
     in_channels_last,
     lay_out,
@@ -24,9 +21,9 @@ from farfield.ops.grid import (
 )
 
 
-def sum_axes(grid: Tensor, mask: Tensor | None = None, *weight: Tensor) -> Tensor:
+def sum_axes(grid: Tensor, mask: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
     """Return `grid.along_axes` of a whole grid."""
-    return cast(Tensor, _sum_axes(hide(grid, mask, *weight), in_channels_last(grid)))
+    return cast(Tensor, _sum_axes(hide(grid, mask, weight), in_channels_last(grid)))
 
 
 def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
@@ -34,21 +31,10 @@ def outer_sum(responses: Tensor, size: Sequence[int]) -> Tensor:
     return cast(Tensor, _outer_sum(responses, tuple(size), responses.requires_grad and torch.is_grad_enabled()))
 
 
-def gather(
-    where: Positions, grid: Tensor, mask: Tensor | None, place: Place | None = None, *weight: Tensor
-) -> Gathered:
-    """Gather positions as `where.gather` does; a kernel reads a whole grid once for sums along its axes."""
-    if where.gather is axis_sums and place is None:
-        counts = sum_axes(weight[0][:, None]) if weight else valid_counts(grid, mask)
-        return Gathered(sum_axes(grid, mask, *weight), counts)
-    return where.gather(grid, mask, place, *weight)
-
-
-def scatter(where: Positions, responses: Tensor, size: Sequence[int], place: Place | None = None) -> Tensor:
-    """Scatter responses as `where.scatter` does; a kernel writes a whole grid once for an outer sum."""
-    if where.scatter is add_axes and place is None:
-        return outer_sum(responses, size)
-    return where.scatter(responses, size, place)
+def gather(grid: Tensor, mask: Tensor | None, weight: Tensor | None = None) -> Gathered:
+    """Gather `grid.axis_sums` of a whole grid."""
+    counts = valid_counts(grid, mask) if weight is None else sum_axes(weight[:, None])
+    return Gathered(sum_axes(grid, mask, weight), counts)
 
 
 def why_not_sums(grid: Tensor) -> str | None:
