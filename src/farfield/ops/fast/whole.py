@@ -17,7 +17,7 @@ from farfield.ops.fast import kernels
 from farfield.ops.fast.axes import write_sum
 from farfield.ops.fast.steps import add_product, are_few, are_small
 from farfield.ops.function import accelerate, shapes_alone
-from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, lay_out
+from farfield.ops.grid import add_axes, along_axes, in_channels_last, in_layout_of, lay_out, valid_counts
 from farfield.ops.modes import are_free, full_precision, is_itself
 from farfield.ops.projection import Call, Projection, by_head, project, split_heads
 from farfield.ops.slots import one_and_key
@@ -115,8 +115,7 @@ def _counts_once(operator: Operator) -> bool:
 
 
 def _plain_means(grid: Tensor, wide: bool) -> Tensor:
-    sums = along_axes(grid)
-    return sums / torch.cat([sums.new_full((length,), grid[0, 0].numel() // length) for length in grid.shape[2:]])
+    return along_axes(grid) / valid_counts(grid)
 
 
 def _kernel_means(grid: Tensor, wide: bool) -> Tensor:
