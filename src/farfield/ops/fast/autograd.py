@@ -73,8 +73,8 @@ def respond_from(
     projection: Projection,
     query: Tensor,
     summary: Summary,
-    matrix: Tensor | None = None,
-    bias: Tensor | None = None,
+    matrix: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Return `(b, 1, p, m)` with a matrix `(h, p, c)` of responses, else `(b, h, c, m)`, as positions lie in memory."""
     # Kept for the backward pass are the positions, the summary, and queries of few channels.
@@ -102,13 +102,13 @@ def _restore_sources(arguments: Sequence[Any], precision: Any) -> Sequence[Any]:
 
 def _project_and_keep(plan: RowPlan, positions: Tensor, values: Tensor, valid: Tensor, *rest: Any) -> tuple[Any, ...]:
     """Return the same as `_plain_sums`, and the projected rows `(b, rows, n)` if they are small."""
-    matrix, bias, *_ = stack_projections(*_pair_projections(rest))
+    stacked = stack_projections(*_pair_projections(rest))
     if plan.kernel is None:
-        rows = project(positions, Projection(matrix, bias))
+        rows = project(positions, stacked)
         *outputs, rows = *_sum_rows(plan, values, valid, rows), rows
     else:
-        *outputs, rows = plan.kernel.run(plan, positions, values, valid, matrix, bias)
-    small = matrix is not None and rows is not None and are_small(rows.shape[1], positions)
+        *outputs, rows = plan.kernel.run(plan, positions, values, valid, *stacked[:2])
+    small = stacked.matrix is not None and rows is not None and are_small(rows.shape[1], positions)
     return *outputs, rows if small else None
 
 
@@ -123,11 +123,10 @@ def _gradients_of_sums(
     (plan, positions, values, valid, *projections), (_, peak, rows) = arguments, kept
     grad_queries, grad_values, grad_weights = grad_outputs
     projection, other = _pair_projections(projections)
-    (matrix, bias, *_), grad_rows, grad_matrix = stack_projections(projection, other), None, None
+    stacked, grad_rows, grad_matrix = stack_projections(projection, other), None, None
     grads_of_outputs = (grad_queries, grad_values, grad_weights)
     kernel = plan.kernel
     if kernel is not None and kernel.derive is not None and kernels.why_not(*grads_of_outputs, ordered=False) is None:
-        stacked = Projection(matrix, bias)
         *grads, grad_matrix, grad_bias = kernel.derive(
             plan, positions, values, valid, stacked, peak, wanted[1], grads_of_outputs
         )
@@ -150,8 +149,8 @@ def _gradients_of_sums(
             grad_rows = _join_rows(plan, _gradient(basis, key, grad_basis), grad_queries, positions)
         grads = None, None
         if wanted[1] or plan.apart:
-            grads = _gradients_of_positions(plan, positions, values, grad_values, basis, matrix, grad_rows)
-        of_projection = _gradients_of_projection(positions, matrix, bias, grad_rows, grad_matrix)
+            grads = _gradients_of_positions(plan, positions, values, grad_values, basis, stacked.matrix, grad_rows)
+        of_projection = _gradients_of_projection(positions, *stacked[:2], grad_rows, grad_matrix)
     grads_of_projections = split_gradients(Projection(*of_projection), projection, other)
     return iter((None, *grads, None, *grads_of_projections, *_NO_SOURCE, *_NO_SOURCE))
 
