@@ -389,7 +389,7 @@ class _Response(Run):
         response = self.attention.respond(tile, summary, **place, query_sums=sums)
         layout = self.stream.volumes["grid"][0].layout
         shape = layout.shape(response.shape[0], response.shape[1], response.shape[2:])
-        self.stream.write(index, self.find_written(0, index), response.reshape(shape))
+        self.stream.write(self.find_written(0, index), response.reshape(shape))
         return empty_record()
 
     def find_written(self, number: int, index: int) -> tuple[slice, ...]:

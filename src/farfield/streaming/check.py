@@ -229,7 +229,7 @@ def run_tiles(
         plan,
         Store(plan, on_disk, None, device),
         lambda sample, volume, index, box: read_volume(volume, box),
-        lambda sample, index, box, numbers: None if numbers is None else write_box(result, layout, box, numbers),
+        lambda sample, box, numbers: None if numbers is None else write_box(result, layout, box, numbers),
         lambda number: records[number].read()["parts"],
     )
     for each in run.passes:

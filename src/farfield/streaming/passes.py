@@ -29,8 +29,8 @@ from farfield.streaming.store import SUFFIX, StoredInBlocks, StoredInFile, Store
 
 # (sample, volume, tile, box) -> the numbers of a volume
 ReadVolume = Callable[[int, int, int, Box], Tensor]
-# (sample, tile, box, numbers) writes the output; None are the zeros of a tile that is skipped
-WriteOutput = Callable[[int, int, Box, Tensor | None], None]
+# (sample, box, numbers) writes the output; None are the zeros of a tile that is skipped
+WriteOutput = Callable[[int, Box, Tensor | None], None]
 # (sample, box) -> where in the output that is written
 Locate = Callable[[int, Box], tuple[slice, ...]]
 # (sample, pass, tile) -> whether the tile is skipped
@@ -280,7 +280,7 @@ class TiledRun(Run):
             if own_sum is not None:
                 record["stored"][name_value(value)] = torch.tensor([own_sum])
         if number == len(plan.passes) - 1 and (box := own_box(plan, graph.output, tile)) is not None:
-            self.write_output(self.sample, index, box, part(graph.output, box) if known else None)
+            self.write_output(self.sample, box, part(graph.output, box) if known else None)
         return record
 
     def _compute(

@@ -194,7 +194,7 @@ class Prediction:
                 leading[: plan.layout.batch] = plan.layout.index_sample(sample)
             return (*leading, *index_within(both, plan.kept))
 
-        def write(sample: int, index: int, box: Box, numbers: Tensor | None) -> None:
+        def write(sample: int, box: Box, numbers: Tensor | None) -> None:
             if numbers is None:
                 if isinstance(output, FileOutput) and self.outside is None:  # of zeros from the start
                     return
@@ -204,7 +204,7 @@ class Prediction:
                 return
             part = numbers[(slice(None), slice(None), *index_within(both, spans))]
             shape = plan.output_layout.shape(part.shape[0], part.shape[1], part.shape[2:])
-            stream.write(index, locate(sample, box), part.reshape(shape))
+            stream.write(locate(sample, box), part.reshape(shape))
 
         skips: Skips = (lambda *_: False) if self.mask is None else self.skipped.item
         run = TiledRun(graph, store, read, write, stream.parts_of, skips, locate)

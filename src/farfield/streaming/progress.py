@@ -188,7 +188,7 @@ class Stream:
             self.checksums[key] = np.zeros(len(self.volumes[key.partition(" ")[2]][1]), np.int64)
         return self.checksums[key]
 
-    def write(self, tile: int, index: tuple[slice, ...], box: Tensor) -> None:
+    def write(self, index: tuple[slice, ...], box: Tensor) -> None:
         """Write the box of a tile to the output; record its checksum if the output is a file."""
         # What a network in float16 cannot hold is infinite in its result.
         if box.dtype == torch.float16 and not self.overflowed and box.isinf().any():

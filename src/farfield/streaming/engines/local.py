@@ -154,7 +154,7 @@ class _InOnePiece(Run):
         return [Pass(1, self._write, 1.0)]
 
     def _write(self, index: int) -> Record:
-        self.stream.write(index, self.find_written(0, index), torch.from_numpy(self.array))
+        self.stream.write(self.find_written(0, index), torch.from_numpy(self.array))
         return empty_record()
 
     def find_written(self, number: int, index: int) -> tuple[slice, ...]:
