@@ -220,23 +220,23 @@ def round_up_tile(tile: int | Sequence[int | None], size: Sequence[int], multipl
     )
 
 
-def _name_volumes(caller: str, volume: Any, called: str = "volume") -> tuple[ImageMetadata | None, dict[str, Any]]:
-    """Return the metadata of the first volume, or None, and the arrays with names that errors give them."""
-    for each in volume if isinstance(volume, tuple) else (volume,):
+def _split_volumes(caller: str, volume: Any, called: str) -> dict[str, tuple[ImageMetadata | None, Any]]:
+    """Return the metadata of each volume, or None, and its array, by the name that errors give it."""
+    several = isinstance(volume, tuple)
+    given = {f"input {index}": each for index, each in enumerate(volume)} if several else {called: volume}
+    for each in given.values():
         refuse_handle(called, each)
-    if (isinstance(volume, Mapping | list) and not is_pyramid(volume)) or (isinstance(volume, tuple) and not volume):
+    if not given or (isinstance(volume, Mapping | list) and not is_pyramid(volume)):
         raise refusal(
             TypeError,
             f"volume must be an array, or a tuple of arrays for a network of several inputs, got "
             f"{type(volume).__name__}; fix: numpy.asarray(…), or a tuple in the order of the network's arguments, or a "
             "list of the levels of a pyramid, from the finest.",
         )
-    several = volume if isinstance(volume, tuple) else None
-    split = [split_volume(each) for each in several or (volume,)]
-    arrays = {f"input {index}" if several else called: array for index, (_, array) in enumerate(split)}
-    for name, array in arrays.items():
+    split = {name: split_volume(each) for name, each in given.items()}
+    for name, (_, array) in split.items():
         check_volume(caller, name, array)
-    return split[0][0], arrays
+    return split
 
 
 def arrange_volumes(
@@ -247,7 +247,8 @@ def arrange_volumes(
     Of a `Volume` the last letters of T, Z, Y and X are the network's spatial dims, and those before are samples: of a
     stack the planes, for a 2-D network. None in place of the layout of an array without letters.
     """
-    known, arrays = _name_volumes(caller, volume, called)
+    split = _split_volumes(caller, volume, called)
+    known, arrays = next(iter(split.values()))[0], {name: array for name, (_, array) in split.items()}
     layouts: list[AxisLayout | None] = [None] * len(arrays)
     try:
         dims = spatial_dims_of(model, tiles.size)
@@ -257,8 +258,7 @@ def arrange_volumes(
         dims = sum(letter in "ZYX" for letter in known.axes) if known is not None else 0
         if not dims:
             return known, arrays, layouts
-    for index, (name, each) in enumerate(zip(arrays, volume if isinstance(volume, tuple) else (volume,), strict=True)):
-        metadata, array = split_volume(each)
+    for index, (name, (metadata, array)) in enumerate(split.items()):
         if metadata is None:
             continue
         arrays[name], metadata, layouts[index] = arrange_letters(name, array, metadata, model, dims)
