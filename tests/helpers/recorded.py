@@ -68,4 +68,4 @@ def run_in_tiles(
     cuts = () if seed is None else draw_cuts(labelled, seed)
     plan = make_plan(labelled, tile, find_stored(labelled, cuts) if store else labelled.gathered, cuts)
     with torch.no_grad():
-        return Tiled(run_tiles(plan, read, torch.device("cpu"), on_disk=on_disk), labelled)
+        return Tiled(run_tiles(replace(plan, on_disk=on_disk), read, torch.device("cpu")), labelled)

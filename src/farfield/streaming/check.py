@@ -217,9 +217,7 @@ def _run_copy(
         return finish(own(*(grid.clone() if dtype is None else grid.to(dtype) for grid in grids)))
 
 
-def run_tiles(
-    plan: StreamingPlan, read_volume: Callable[[int, Box], Tensor], device: torch.device, *, on_disk: bool = False
-) -> Tensor:
+def run_tiles(plan: StreamingPlan, read_volume: Callable[[int, Box], Tensor], device: torch.device) -> Tensor:
     """Run all passes on one sample, one tile after the other, and return the output."""
     records = list[Records]()
     result = torch.empty(plan.output_shape, dtype=plan.output_dtype, device=device)
@@ -227,7 +225,7 @@ def run_tiles(
     layout = plan.labelled.layouts[plan.labelled.graph.output]
     run = TiledRun(
         plan,
-        Store(plan, on_disk, None, device),
+        Store(plan),
         lambda sample, volume, index, box: read_volume(volume, box),
         lambda sample, box, numbers: None if numbers is None else write_box(result, layout, box, numbers),
         lambda number: records[number].read()["parts"],

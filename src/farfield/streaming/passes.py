@@ -94,22 +94,20 @@ class Store(dict[Value, StoredValue]):
     If several processes share it, each block is a file of its own, in `folder`.
     """
 
-    def __init__(
-        self, plan: StreamingPlan, on_disk: bool, folder: Path | None, device: torch.device, *, shared: bool = False
-    ) -> None:
-        self.plan = plan
+    def __init__(self, plan: StreamingPlan, folder: Path | None = None, *, shared: bool = False) -> None:
+        self.plan, graph = plan, plan.labelled.graph
         for value in plan.stored:
-            info, layout = plan.labelled.graph.stored_info(value), plan.labelled.layouts[value]
-            if not on_disk:
-                self[value] = StoredInMemory(info, layout, device)
+            info, layout = graph.stored_info(value), plan.labelled.layouts[value]
+            if not plan.on_disk:
+                self[value] = StoredInMemory(info, layout, graph.device)
                 continue
             path = None if folder is None else folder / f"{name_value(value)}{SUFFIX}"
             blocks = Blocks(plan.labelled, layout, plan.cores, info.dtype.itemsize)
-            name = f'"{plan.labelled.graph.nodes[value.node].path}"'
+            name = f'"{graph.nodes[value.node].path}"'
             if shared and path is not None:
-                self[value] = StoredInBlocks(path, name, info, blocks, device)
+                self[value] = StoredInBlocks(path, name, info, blocks, graph.device)
             else:
-                self[value] = StoredInFile(path, name, info, blocks, device)
+                self[value] = StoredInFile(path, name, info, blocks, graph.device)
 
     def begin(self, sample: int, number: int) -> None:
         """Let go of what no pass from this one on reads; what this one stores takes over files of that."""

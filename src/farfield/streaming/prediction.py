@@ -180,7 +180,7 @@ class Prediction:
         planned |= {"positions": plan.tile, "shared": self.shared}
         stream = Stream(output, self.identity, planned, tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
-        store = Store(graph, plan.on_disk, folder, device_of(self.model), shared=self.shared)
+        store = Store(graph, folder, shared=self.shared)
 
         def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
             return self.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)

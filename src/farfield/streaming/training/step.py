@@ -44,7 +44,7 @@ class Step:
         self.tracked: dict[int, Any] = {
             index: tracked[node.path] for index, node in order if "batch_norm" in node.op and node.path in tracked
         }
-        self.stored = Store(self.plan, plan.on_disk, None, graph.device)
+        self.stored = Store(self.plan)
         # Of all tiles: merged parts of sums, and moments of norms of which nothing is cut.
         self.sums: dict[int, Parts] = {}
         self.moments: dict[int, Parts] = {}
