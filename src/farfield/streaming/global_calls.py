@@ -23,7 +23,7 @@ from farfield.ops.modes import attending
 from farfield.streaming.graph import FunctionCall, Value, name_function
 from farfield.streaming.labels import LabelledGraph, find_gathered, label_graph
 from farfield.streaming.places import RecordedNetwork
-from farfield.streaming.record import is_layer
+from farfield.streaming.record import named_outside_layers
 from farfield.streaming.rules.aligned import ALIGNED_RULES
 from farfield.streaming.rules.norms import find_norm
 from farfield.streaming.spans import axes_of
@@ -51,10 +51,10 @@ class GlobalCall(NamedTuple):
 def find_global_calls(recorded: RecordedNetwork) -> list[GlobalCall]:
     """Return the calls of a network that sum over all positions, in order."""
     graph, size = recorded.graph, recorded.size
-    positions, samples = dict[int, str](), dict[int, str]()
+    positions = dict[int, str]()
     labelled = label_graph(graph, size, range(len(size)), halo=[0] * len(size), refused=positions)
     shape = graph.info(graph.inputs[0]).shape
-    by_sample = label_graph(graph, shape, [0], halo=[0] * len(shape), first=0, refused=samples)
+    by_sample = label_graph(graph, shape, [0], halo=[0] * len(shape), first=0, refused={})
     found = []
     for call in graph.calls:
         own = [index for index in range(*call.nodes) if Value(index) in labelled.layouts]
@@ -154,12 +154,8 @@ _RUNS: ContextVar[tuple[FollowedRun, ...]] = ContextVar("runs", default=())
 
 def follow_modules(network: nn.Module, paths: Collection[str], name: str) -> None:
     """Let runs of this name know when the modules at these paths, and those within them, run."""
-    layers = tuple(f"{path}." if path else "" for path, module in network.named_modules() if is_layer(module))
     root = type(network).__name__
-    for path, module in network.named_modules():
-        # What is within a layer that is recorded as one has no hooks there either.
-        if path and path.startswith(layers):
-            continue
+    for path, module in named_outside_layers(network):
         if root in paths or path.startswith(tuple(f"{each}." for each in paths)) or path in paths:
             module.register_forward_pre_hook(partial(_begin, name, path or root))
             module.register_forward_hook(partial(_end, name), always_call=True)

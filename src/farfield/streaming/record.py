@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -456,11 +456,7 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
     def end(*_: Any) -> None:
         recorder.running.pop()
 
-    within = tuple(f"{path}." if path else "" for path, module in fake.named_modules() if is_layer(module))
-    for path, module in fake.named_modules():
-        # A layer that is one node runs as in a tile: its projections have no hooks, and may be folded.
-        if path and path.startswith(within):
-            continue
+    for path, module in named_outside_layers(fake):
         writer = Writer(recorder.graph, path or type(fake).__name__)
         # A block that folds its attention into its other layers calls it where it has hooks.
         module.register_forward_pre_hook(lambda *_, writer=writer: recorder.running.append(writer))
@@ -470,6 +466,15 @@ def _follow(recorder: _Recorder, fake: nn.Module, network: nn.Module) -> None:
             forward = partial(type(module).forward, module)
             vars(module)["forward"] = partial(_run_as_one, len(recorder.layers), path, forward)
             recorder.layers.append((layer, forward))
+
+
+def named_outside_layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over modules with their paths, but for those within a layer that is one node."""
+    # It runs as in a tile: its projections have no hooks, and may be folded.
+    within = tuple(f"{path}." if path else "" for path, module in network.named_modules() if is_layer(module))
+    for path, module in network.named_modules():
+        if not path or not path.startswith(within):
+            yield path, module
 
 
 def is_layer(module: nn.Module) -> bool:
