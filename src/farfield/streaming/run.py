@@ -57,7 +57,8 @@ def compute(
         held = tensors
         with _precision_of(call.op):
             if reduction is not None:
-                held = [*tensors, *_tensors_in(parts[value.node])]
+                held = list(tensors)
+                map_values(parts[value.node], Tensor, held.append)
                 result = reduction.respond(call, value.output, box, tensors, parts[value.node])
             elif value.node in labelled.scans:
                 carried = parts[value.node]
@@ -110,12 +111,6 @@ def _find_in_place(op: str) -> str | None:
 def _shares_memory(tensor: Tensor, others: Iterable[Tensor | None]) -> bool:
     own = tensor.untyped_storage().data_ptr()
     return any(each is not None and each.untyped_storage().data_ptr() == own for each in others)
-
-
-def _tensors_in(parts: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_values(parts, Tensor, found.append)
-    return found
 
 
 def _read_constant(labelled: LabelledGraph, value: Value, box: Box) -> Tensor:
