@@ -25,7 +25,9 @@ def checksum(content: Any) -> int:
 
 def bytes_of(grid: Tensor) -> memoryview:
     """Return the bytes of a grid's numbers."""
-    return grid.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    grid = grid.detach().cpu().contiguous()
+    flat = grid.as_strided((grid.numel(),), (1,))  # a tensor of one element may have any stride
+    return flat.view(torch.uint8).numpy().data
 
 
 def box_checksum(box: np.ndarray) -> int:

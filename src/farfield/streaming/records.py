@@ -24,6 +24,7 @@ from torch import Tensor
 
 from farfield._files import replace_file
 from farfield._refusals import refusal
+from farfield.streaming.checksums import bytes_of
 from farfield.streaming.rules.rule import Parts
 
 Merge = Callable[[Parts, Parts], Parts]
@@ -77,8 +78,9 @@ def _merge_two(first: dict[str, Parts], second: dict[str, Parts], merge: Callabl
     return first | second | both
 
 
-def _with_tuples(record: Record) -> Record:
-    """Return a record with parts as they were before JSON."""
+def _unpack_record(content: bytes) -> Record:
+    """Return a record that was packed, with parts as they were before JSON."""
+    record = unpack(content, _FIELDS)
     return record | {"parts": {key: tuple(parts) for key, parts in record["parts"].items()}}
 
 
@@ -94,13 +96,12 @@ class _Folder(MutableMapping[tuple[int, int], Record]):
 
     def __getitem__(self, name: tuple[int, int]) -> Record:
         try:
-            record = unpack(self._file(name).read_bytes(), _FIELDS)
+            return _unpack_record(self._file(name).read_bytes())
         except FileNotFoundError:
             raise _MergedError(name) from None
         except DamagedError:
             del self[name]  # its tiles run again
             raise
-        return _with_tuples(record)
 
     def __setitem__(self, name: tuple[int, int], record: Record) -> None:
         replace_file(self._file(name), pack(record))
@@ -179,11 +180,11 @@ class _Log(_Folder):
         while start < len(content):
             stop = start + _LENGTH + int.from_bytes(content[start : start + _LENGTH], "little")
             try:
-                record = unpack(content[start + _LENGTH : stop], _FIELDS)
+                record = _unpack_record(content[start + _LENGTH : stop])
             except DamagedError:
                 os.truncate(file, start)
                 return
-            self.tiles[record["tiles"][0]] = _with_tuples(record)
+            self.tiles[record["tiles"][0]] = record
             start = stop
 
 
@@ -294,9 +295,7 @@ def pack(content: dict[str, Any]) -> bytes:
         if not isinstance(value, Tensor):
             raise TypeError(f"{type(value).__name__} cannot be saved")
         start = file.tell() - first
-        flat = value.detach().cpu().contiguous()
-        flat = flat.as_strided((flat.numel(),), (1,))  # a tensor of one element may have any stride
-        numbers.write(flat.view(torch.uint8).numpy().data)
+        numbers.write(bytes_of(value))
         return {"tensor": [start, file.tell() - first], "shape": list(value.shape), "of": str(value.dtype)}
 
     with zipfile.ZipFile(file, "w") as archive:
