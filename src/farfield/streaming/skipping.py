@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from farfield.streaming.graph import Value
 from farfield.streaming.masks import find_mask
 from farfield.streaming.plan import StreamingPlan
 from farfield.streaming.planning import count_costs, make_plan
+from farfield.streaming.progress import warn_caller
 from farfield.streaming.run import compute
 from farfield.streaming.spans import Box, axes_of, is_empty
 from farfield.volumes.axes_view import SlicedArray, as_slice
@@ -77,11 +77,10 @@ def warn_of_nodata(volume: Any) -> bool:
     """Whether a volume states a number that is none, with a warning that these positions are left out."""
     stated = [each for each in find_nodata(volume) if each is not None]
     if stated:
-        warnings.warn(
+        warn_caller(
             f"predict_whole: the file of the volume states that {stated[0]:g} is no number, so positions where a "
             f'channel has it are left out; fix: mask="{NODATA}" if that is meant; if it is a number, '
-            "Volume(volume.array, dataclasses.replace(volume.metadata, nodata=None)).",
-            stacklevel=6,
+            "Volume(volume.array, dataclasses.replace(volume.metadata, nodata=None))."
         )
     return bool(stated)
 
