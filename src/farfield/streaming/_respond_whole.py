@@ -380,10 +380,8 @@ class _Response(Run):
         tile, place = self.read("grid", index)
         if self.whole is None:
             each = [self.stream.parts_of(number)["attention"] for number in range(len(self.passes) - 1)]
-            parts, is_masked = (
-                functools.reduce(layers.merge_attention, each),
-                _mask_of(self.keys) in self.stream.volumes,
-            )
+            parts = functools.reduce(layers.merge_attention, each)
+            is_masked = _mask_of(self.keys) in self.stream.volumes
             self.whole = layers.finish_attention(parts, tile.device, complete=not is_masked)
         summary, sums = self.whole
         response = self.attention.respond(tile, summary, **place, query_sums=sums)

@@ -201,12 +201,11 @@ def _widen(plan: StreamingPlan, valid: np.ndarray) -> np.ndarray:
     if plan.labelled.gathered:  # one position needs all of these
         return np.ones_like(valid)
     halo = count_costs(make_plan(plan.labelled, plan.tile, [])).halo
-    counts = [-(-length // own) for length, own in zip(plan.size, plan.tile, strict=True)]
-    near = valid.reshape(len(valid), *counts).copy()
+    near = valid.reshape(len(valid), *plan.cores.counts).copy()
     for axis, (length, *sides) in enumerate(zip(plan.tile, *halo, strict=True)):
         along = np.moveaxis(near, axis + 1, 0)
         before = along.copy()
-        for step in range(1, min(-(-max(sides) // length), counts[axis]) + 1):
+        for step in range(1, min(-(-max(sides) // length), plan.cores.counts[axis]) + 1):
             along[step:] |= before[:-step]
             along[:-step] |= before[step:]
     return near.reshape(valid.shape)
