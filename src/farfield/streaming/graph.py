@@ -323,3 +323,11 @@ class Writer(NamedTuple):
     def where(self, condition: Value, value: Value, other: Value) -> Value:
         """Choose between two values."""
         return self.append("aten.where.self", (condition, value, other), *self.graph.info(other))
+
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+        """Convert a value to a dtype, unless it has it."""
+        info = self.graph.info(value)
+        if info.dtype == dtype:
+            return value
+        wanted = info._replace(dtype=dtype)
+        return self.graph.add("aten._to_copy.default", (value,), {"dtype": dtype}, [wanted], path=self.path)

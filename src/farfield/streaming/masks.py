@@ -275,9 +275,9 @@ class _Masking:
         leading, wide = write.shape(mask)[:-count], torch.promote_types(dtype, torch.float32)
         mask = write.append("expand", (mask,), (*leading, *write.shape(args[0])[-count:]))
         (mean,) = self._copy(node, (_fill(write, mask, args[0], 0), *args[1:]), {})
-        share = write.append(node.op, (_cast(write, mask, wide), *args[1:]), (*leading, *shape[-count:]), wide)
+        share = write.append(node.op, (write.cast(mask, wide), *args[1:]), (*leading, *shape[-count:]), wide)
         share = _apply(write, "clamp.default", share, torch.finfo(wide).tiny)
-        return _cast(write, _apply(write, "div.Tensor", _cast(write, mean, wide), share), dtype)
+        return write.cast(_apply(write, "div.Tensor", write.cast(mean, wide), share), dtype)
 
 
 def _apply(write: Writer, name: str, *args: Any) -> Value:
@@ -292,10 +292,3 @@ def _fill(write: Writer, mask: Value, value: Value, number: float) -> Value:
     shape, dtype = write.graph.info(value)
     other = write.append("full", (convert_number(number, dtype),), (), dtype)
     return write.append("aten.where.self", (mask, value, other), shape, dtype)
-
-
-def _cast(write: Writer, value: Value, dtype: torch.dtype) -> Value:
-    shape, own = write.graph.info(value)
-    if own == dtype:
-        return value
-    return write.graph.add("aten._to_copy.default", (value,), {"dtype": dtype}, [Info(shape, dtype)], path=write.path)

@@ -257,10 +257,7 @@ def _copy(write: Writer, output: Info, _: Value, value: Value, *__: Any) -> Valu
     """The second tensor in the shape and dtype of the first."""
     if write.shape(value) != output.shape:
         value = write.append("expand", (value,), output.shape)
-    if write.graph.info(value).dtype != output.dtype:
-        kwargs = {"dtype": output.dtype}
-        value = write.graph.add("aten._to_copy.default", (value,), kwargs, [output], path=write.path)
-    return value
+    return write.cast(value, output.dtype)
 
 
 def as_attention(
