@@ -231,26 +231,26 @@ class Prediction:
         # The first and the last sample are one batch.
         shape = (min(plan.samples, 2) * plan.batch // plan.samples, *plan.size)
         problem = plan.check if plan.cut else ""
-        if isinstance(plan.check, RegionCheck):
+        if isinstance(check := plan.check, RegionCheck):
             # Tiles are compared with the network as it is, without the mask, on a volume that is filled.
             read = partial(self.read_box, lambda name, region, sample: self.sources[name].read(region, sample))
+
+            def note_seconds(seconds: float) -> None:
+                self.seconds = scale_seconds(seconds, check.plan, plan)
+
             with torch.no_grad(), use_threads(threads), without_tf32():
                 problem = run_check(
-                    plan.check,
+                    check,
                     model,
                     lambda output: one_grid(model, shape, output, plan.outputs.taken)[0],
                     plan.size,
                     read,
                     plan.samples,
                     warn,
-                    self._note_seconds,
+                    note_seconds,
                 )
         if problem:
             warn(f"predict_whole: tiles are not checked: {problem}.")
-
-    def _note_seconds(self, seconds: float) -> None:
-        if isinstance(self.plan.check, RegionCheck):
-            self.seconds = scale_seconds(seconds, self.plan.check.plan, self.plan)
 
     def read_box(self, read: Callable[[str, Region, int | None], Tensor], sample: int, volume: int, box: Box) -> Tensor:
         """Read a box of a volume, of a sample that runs by itself, filled where the mask is False."""
