@@ -41,12 +41,20 @@ def check_fill(fill: Any, has_mask: bool) -> None:
 
 
 def choose_mask(mask: Any, volume: Any) -> tuple[Any, Any]:
-    """Return the volume and the mask of a call: alpha apart, a path opened, and nodata where the volume states it."""
+    """Return the volume and the mask of a call: alpha apart, a path opened, and, with a warning, nodata if stated."""
     if isinstance(mask, str) and mask == ALPHA:
         return take_alpha(volume)
-    if mask is None:
-        return volume, NODATA if warn_of_nodata(volume) else None
-    return volume, _open_mask_file(mask)
+    if mask is not None:
+        return volume, _open_mask_file(mask)
+    stated = [each for each in find_nodata(volume) if each is not None]
+    if not stated:
+        return volume, None
+    warn_caller(
+        f"predict_whole: the file of the volume states that {stated[0]:g} is no number, so positions where a "
+        f'channel has it are left out; fix: mask="{NODATA}" if that is meant; if it is a number, '
+        "Volume(volume.array, dataclasses.replace(volume.metadata, nodata=None))."
+    )
+    return volume, NODATA
 
 
 def stated_mask(volume: Volume) -> Any:
@@ -71,18 +79,6 @@ def find_nodata(volume: Any) -> list[float | None]:
     """Return for each volume of a call the number that is none, if it states one."""
     given = volume if isinstance(volume, tuple) else (volume,)
     return [known.nodata if known is not None else None for known, _ in map(split_volume, given)]
-
-
-def warn_of_nodata(volume: Any) -> bool:
-    """Whether a volume states a number that is none, with a warning that these positions are left out."""
-    stated = [each for each in find_nodata(volume) if each is not None]
-    if stated:
-        warn_caller(
-            f"predict_whole: the file of the volume states that {stated[0]:g} is no number, so positions where a "
-            f'channel has it are left out; fix: mask="{NODATA}" if that is meant; if it is a number, '
-            "Volume(volume.array, dataclasses.replace(volume.metadata, nodata=None))."
-        )
-    return bool(stated)
 
 
 class _Stated(SlicedArray):
