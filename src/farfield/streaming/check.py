@@ -28,7 +28,7 @@ from farfield.streaming.plan import RegionCheck, StreamingPlan, own_box
 from farfield.streaming.records import Records
 from farfield.streaming.rules.rule import Parts
 from farfield.streaming.run import compute, summarize_tile
-from farfield.streaming.spans import Box, Span, read_box, region_of, whole_box, write_box
+from farfield.streaming.spans import Box, Span, take_box, whole_box, write_box
 
 # The distance from the untiled network that is allowed, in its own distance from float64.
 _ALLOWED = 4
@@ -162,8 +162,7 @@ def _find_problem(
 
 def _read_known(plan: StreamingPlan, grids: Sequence[Tensor], volume: int, box: Box) -> Tensor:
     """Read a box of a volume from what is known of all."""
-    layout = plan.labelled.layouts[plan.labelled.graph.inputs[volume]]
-    return read_box(grids[volume], region_of(whole_box(layout)), box)
+    return take_box(grids[volume], plan.labelled.layouts[plan.labelled.graph.inputs[volume]], box)
 
 
 def _add_noise(grid: Tensor) -> Tensor:
@@ -287,7 +286,7 @@ def _run_operation(plan: StreamingPlan, index: int, known: dict[Value, Tensor]) 
     parts: dict[int, Parts] = {}
 
     def read(source: Value, box: Box) -> Tensor:
-        return read_box(known[source], region_of(whole_box(labelled.layouts[source])), box)
+        return take_box(known[source], labelled.layouts[source], box)
 
     if index in labelled.reductions:
         boxes = [(tile, own) for tile in plan.cores if (own := summarized_boxes(labelled, index, tile))]

@@ -27,8 +27,8 @@ from farfield.streaming.spans import (
     constant_layout,
     count_positions,
     is_empty,
-    read_box,
     region_of,
+    take_box,
     whole_box,
 )
 
@@ -302,7 +302,7 @@ def box_at(layout: Layout, axis: int | None = None, place: int = 0) -> Box:
 
 def _run_whole(call: OperationCall, output: int, box: Box, tensors: Sequence[Tensor]) -> Tensor:
     result = call.run(output, tensors)
-    return read_box(result, region_of(tuple(((0, length),) for length in result.shape)), box)
+    return take_box(result, constant_layout(result.shape), box)
 
 
 # An operation without a rule on values that run along no axis that is cut.

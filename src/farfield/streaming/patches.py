@@ -31,8 +31,7 @@ from farfield.streaming.spans import (
     Span,
     box_shape,
     lengths_along,
-    read_box,
-    region_of,
+    take_box,
     whole_box,
 )
 
@@ -215,7 +214,7 @@ def _single_positions(layout: Layout, box: Box) -> Iterator[Box]:
 def _compute_known(labelled: LabelledGraph, value: Value, box: Box) -> Tensor:
     """Return a box of a value that does not depend on the volume."""
     if value in labelled.kept:
-        return read_box(run_whole(labelled.graph, [], value), region_of(whole_box(labelled.layouts[value])), box)
+        return take_box(run_whole(labelled.graph, [], value), labelled.layouts[value], box)
     return compute(labelled, {value: box}, (), lambda source, own: torch.empty(0), {})[value]
 
 

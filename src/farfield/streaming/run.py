@@ -15,7 +15,7 @@ from farfield.streaming.graph import Value, find_operation, map_values
 from farfield.streaming.labels import LabelledGraph, is_read, last_uses, trace
 from farfield.streaming.rules import POINTWISE
 from farfield.streaming.rules.rule import OperationCall, Parts
-from farfield.streaming.spans import Box, Span, box_shape, boxes_of, join_boxes, read_box, region_of, whole_box
+from farfield.streaming.spans import Box, Span, box_shape, boxes_of, join_boxes, read_box, take_box
 
 # (value, box) -> the numbers of a volume or of a stored value
 Read = Callable[[Value, Box], Tensor]
@@ -51,7 +51,7 @@ def compute(
             if not is_read(labelled, source, own):
                 tensors.append(None)
             elif source in labelled.kept:
-                tensors.append(_read_constant(labelled, source, own))
+                tensors.append(take_box(labelled.constants[source], labelled.layouts[source], own))
             else:
                 tensors.append(read_box(known[source], regions[source], own))
         held = tensors
@@ -113,10 +113,6 @@ def _shares_memory(tensor: Tensor, others: Iterable[Tensor | None]) -> bool:
     return any(each is not None and each.untyped_storage().data_ptr() == own for each in others)
 
 
-def _read_constant(labelled: LabelledGraph, value: Value, box: Box) -> Tensor:
-    return read_box(labelled.constants[value], region_of(whole_box(labelled.layouts[value])), box)
-
-
 def summarize_tile(
     labelled: LabelledGraph, index: int, boxes: Mapping[Value, Box], read: Read, tile: Sequence[Span]
 ) -> Parts:
@@ -125,8 +121,10 @@ def summarize_tile(
     tensors: list[Any] = [None] * len(inputs)
     for each in reduction.operands:
         value = inputs[each]
-        box = boxes[value]
-        tensors[each] = _read_constant(labelled, value, box) if value in labelled.kept else read(value, box)
+        if value in labelled.kept:
+            tensors[each] = take_box(labelled.constants[value], labelled.layouts[value], boxes[value])
+        else:
+            tensors[each] = read(value, boxes[value])
     with _precision_of(labelled.graph.nodes[index].op):
         return reduction.run_tile(
             labelled.calls[index],

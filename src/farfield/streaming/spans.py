@@ -255,6 +255,11 @@ def read_box(tensor: Tensor, region: Region, box: Box) -> Tensor:
     return tensor
 
 
+def take_box(tensor: Tensor, layout: Layout, box: Box) -> Tensor:
+    """Return a box of a value that is known as a whole."""
+    return read_box(tensor, region_of(whole_box(layout)), box)
+
+
 def _narrow_to(tensor: Tensor, axis: int, known: tuple[Span, ...], span: Span) -> Tensor:
     """Return a span along an axis of which `known` spans are there."""
     first = 0

@@ -20,7 +20,7 @@ from farfield._refusals import is_refusal, refusal
 from farfield.streaming.blocks import Blocks
 from farfield.streaming.checksums import bytes_of, checksum
 from farfield.streaming.graph import Info
-from farfield.streaming.spans import Box, Layout, box_shape, read_box, region_of, whole_box, write_box
+from farfield.streaming.spans import Box, Layout, box_shape, take_box, write_box
 from farfield.volumes.source import index_within, overlap, release, size_of
 from farfield.volumes.unfinished import FULL_DISK, REASONS
 
@@ -97,7 +97,7 @@ class StoredInMemory(StoredValue):
         if self.whole is None:
             raise LookupError("no tile of the value has been stored")
         # As it is read from a file: the order in which a kernel adds, and so its rounding, follows from strides.
-        return read_box(self.whole, region_of(whole_box(self.layout)), box).contiguous()
+        return take_box(self.whole, self.layout, box).contiguous()
 
     def holds(self, checksums: np.ndarray, tiles: Collection[int]) -> bool:
         """Whether nothing of these tiles is needed."""
