@@ -158,25 +158,25 @@ def plan_volumes(
             plan = _plan_patches(model, plan, recorded.outputs, partial(record, batch))
         plan = _place_output(recorded, plan, padding)
         plan = count_costs(plan) if plan.is_moved else plan
-        plan = replace(plan, threads=plan.threads or choose_threads(plan))
-        if tile is not None and not plan.patch:
-            _warn_of_work(plan, samples)
-        return replace(
+        plan = replace(
             plan,
             layout=layout,
             channels=channels,
             pad=pad,
             samples=samples,
             outputs=recorded.outputs,
+            threads=plan.threads or choose_threads(plan),
             reduction=fingerprint(reduce),
-            check=plan_check(partial(record, batch, reduced=False), plan, recorded.strides, samples),
-            workers=choose_workers(plan, tiles, device),
         )
+        if tile is not None and not plan.patch:
+            _warn_of_work(plan)
+        check = plan_check(partial(record, batch, reduced=False), plan, recorded.strides)
+        return replace(plan, check=check, workers=choose_workers(plan, tiles, device))
 
 
-def _warn_of_work(plan: StreamingPlan, samples: int) -> None:
+def _warn_of_work(plan: StreamingPlan) -> None:
     """Warn of a tile that is given by hand, and so small that the halos take much of the work."""
-    macs = samples * sum(each.macs for each in plan.passes)
+    macs = plan.samples * sum(each.macs for each in plan.passes)
     if plan.recomputed > _COSTLY and macs > _MANY_MACS:
         fix = "a larger tile, or None, which finds the largest"
         if plan.with_disk is not None:

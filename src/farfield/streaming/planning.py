@@ -269,20 +269,20 @@ def _add_positions(counts: Counter[int | None], layout: Layout, region: Region, 
 
 # ---- the region that is checked --------------------------------------------------------------------------------------
 def plan_check(
-    record: Callable[[tuple[int, ...]], RecordedNetwork], plan: StreamingPlan, strides: Sequence[int], samples: int
+    record: Callable[[tuple[int, ...]], RecordedNetwork], plan: StreamingPlan, strides: Sequence[int]
 ) -> RegionCheck | str:
     """Plan the largest check that takes at most `_SHARE` of the planned MACs, and a tile's bytes; or tell why none.
 
     What takes few of both is no matter of a share, such as the whole of a small volume.
     """
     labelled, size = plan.labelled, None
-    most = max(_SHARE * samples * sum(each.macs for each in plan.passes), _FEW_MACS)
+    most = max(_SHARE * plan.samples * sum(each.macs for each in plan.passes), _FEW_MACS)
     room = max(_FEW_BYTES, *(each.bytes for each in plan.passes))
     reach = tuple(map(max, *plan.halo))
     untiled, output = sum(labelled.graph.nodes[index].macs for index in labelled.order), labelled.graph.output
     regions = find_regions(labelled, {output: whole_box(labelled.layouts[output])}, labelled.graph.inputs)
     peak = count_bytes(labelled, regions, labelled.graph.inputs, [output])
-    batch = min(samples, 2)
+    batch = min(plan.samples, 2)
     for each in [*region_sizes(labelled.size, plan.cut, strides, reach), labelled.size]:
         # By positions, and tiles with their halos as twice the network; in float64 that takes twice the bytes.
         share = batch * math.prod(each) / math.prod(labelled.size)
