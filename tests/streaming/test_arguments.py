@@ -17,8 +17,7 @@ from torch import nn
 from farfield._checks import ShapeError
 from farfield.nn import GridAttention
 from farfield.streaming import Tiles, plan_whole, predict_whole, respond_whole
-from farfield.streaming.arguments import axis_spans
-from farfield.streaming.planning import _diagonal
+from farfield.streaming.arguments import axis_spans, iterate_diagonal
 from farfield.volumes import Volume, open_volume
 from farfield.volumes.sink import check_path
 from helpers.streamed_nets import Hourglass, settled
@@ -265,6 +264,6 @@ def test_tiles_of_an_axis_stand_for_all(count: int) -> None:
     assert spans == [(start, min(start + 3, 3 * count - 1)) for start in range(0, 3 * count - 1, 3)]
     assert axis_spans(3 * count - 1, 3, [0, count - 1]) == [spans[0], spans[-1]]
     assert (len(spans), spans[-1]) == (count, (3 * count - 3, 3 * count - 1))
-    told = list(_diagonal((3 * count - 1,), (3,)))
+    told = list(iterate_diagonal((3 * count - 1,), (3,), 2))
     assert sum(weight for _, (weight,) in told) == count
     assert [span for (span,), _ in told[:2] + told[-2:]] == spans[:2] + spans[-2:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -200,6 +200,25 @@ class Cores(Sequence[tuple[Span, ...]]):
         for place, count in zip(places, self.counts, strict=True):
             index = index * count + place
         return index
+
+
+def iterate_diagonal(
+    size: Sequence[int], tile: Sequence[int], first: int
+) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
+    """Iterate over tiles that stand for all, and along each axis for how many: those at both ends of an axis differ.
+
+    Along each axis they are the `first` ones, the middle and the last two.
+    """
+    axes = []
+    for length, own in zip(size, tile, strict=True):
+        numbers = range(-(-length // own))
+        places = sorted({*numbers[:first], len(numbers) // 2, *numbers[-2:]})
+        weights = [len(numbers) + 1 - len(places) if place == len(numbers) // 2 else 1 for place in places]
+        axes.append(list(zip(axis_spans(length, own, places), weights, strict=True)))
+    for step in range(max(map(len, axes))):
+        # An axis of fewer tiles stays at its last, which is counted already.
+        pairs = [each[step] if step < len(each) else (each[-1][0], 0) for each in axes]
+        yield tuple(span for span, _ in pairs), [weight for _, weight in pairs]
 
 
 def cut_axes(size: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from farfield._refusals import refusal
-from farfield.streaming.arguments import axis_spans
+from farfield.streaming.arguments import iterate_diagonal
 from farfield.streaming.graph import Value, run_whole
 from farfield.streaming.labels import GraphError, LabelledGraph, find_needs, is_read, label_graph, trace
 from farfield.streaming.places import Scales
@@ -95,12 +95,7 @@ def refuse_moved(
     """
     cut = label_graph(patch.labelled.graph, patch.labelled.size, whole.cut, halo=patch.labelled.halo)
     # What has a period is seen by the first three.
-    axes = []
-    for length, own in zip(whole.size, tile, strict=True):
-        places = range(-(-length // own))
-        axes.append(axis_spans(length, own, sorted({*places[:3], len(places) // 2, *places[-2:]})))
-    for step in range(max(map(len, axes))):
-        core = tuple(spans[min(step, len(spans) - 1)] for spans in axes)
+    for core, _ in iterate_diagonal(whole.size, tile, 3):
         _Moved(whole, patch, cut).compare(core, find_wanted(core))
 
 

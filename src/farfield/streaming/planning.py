@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from farfield.streaming.arguments import axis_spans, round_up
+from farfield.streaming.arguments import iterate_diagonal, round_up
 from farfield.streaming.cuts import cheapest_source, cut_levels
 from farfield.streaming.graph import Node, Value
 from farfield.streaming.labels import GraphError, LabelledGraph, count_bytes, find_regions, fit_tile
@@ -23,10 +23,8 @@ from farfield.streaming.plan import (
     find_wanted,
     refuse_moved_parts,
 )
-from farfield.streaming.spans import Halo, Layout, Region, Span, join_halos, region_of, whole_box
+from farfield.streaming.spans import Halo, Layout, Region, join_halos, region_of, whole_box
 
-# Tiles at each end of an axis whose cost is counted one by one.
-_ENDS = 2
 # The share of the planned MACs that a check may take, and what it may take of any volume: a tenth of a second.
 _SHARE, _FEW_MACS, _FEW_BYTES = 0.02, 2 * 10**9, 2**26
 # MACs of an average product of a tile, from which on it runs with torch's threads. With other work on the machine, two
@@ -187,7 +185,7 @@ def _count_tiles(plan: StreamingPlan, number: int) -> tuple[Halo, float, int]:
     halos, peak = [Halo(*[(0,) * len(plan.tile)] * 2)], 0
     # Of each value, how many positions run along each axis in all tiles, and along no axis, None.
     counts: dict[Value, Counter[int | None]] = {}
-    for tile, weights in _diagonal(plan.size, plan.tile):
+    for tile, weights in iterate_diagonal(plan.size, plan.tile, 2):
         summarized, wanted = find_wanted(plan, number, tile)
         regions = find_regions(labelled, wanted, given)
         left = sum(labelled.bytes_on(value, regions[value]) for value in wanted)
@@ -242,20 +240,6 @@ def _split_macs(node: Node, is_reduction: bool = True) -> tuple[int, int]:
     """Return the MACs of a node while it is summarized, and those while it runs, as only a layer does of reductions."""
     summing = node.args[0].summing if node.op == "layer" else node.macs
     return (summing, node.macs - summing) if is_reduction else (0, node.macs)
-
-
-def _diagonal(size: Sequence[int], tile: Sequence[int]) -> Iterator[tuple[tuple[Span, ...], list[int]]]:
-    """Iterate over tiles that stand for all, and along each axis for how many: those at both ends of an axis differ."""
-    axes = []
-    for length, own in zip(size, tile, strict=True):
-        numbers = range(-(-length // own))
-        places = sorted({*numbers[:_ENDS], len(numbers) // 2, *numbers[-_ENDS:]})
-        weights = [len(numbers) + 1 - len(places) if place == len(numbers) // 2 else 1 for place in places]
-        axes.append(list(zip(axis_spans(length, own, places), weights, strict=True)))
-    for step in range(max(map(len, axes))):
-        # An axis of fewer tiles stays at its last, which is counted already.
-        pairs = [each[step] if step < len(each) else (each[-1][0], 0) for each in axes]
-        yield tuple(span for span, _ in pairs), [weight for _, weight in pairs]
 
 
 def _add_positions(counts: Counter[int | None], layout: Layout, region: Region, weights: Sequence[int]) -> None:
