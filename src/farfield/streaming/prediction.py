@@ -107,14 +107,14 @@ class Prediction:
         return sources
 
     @cached_property
-    def graph(self) -> StreamingPlan:
-        """How the network runs, with the mask."""
+    def masked(self) -> StreamingPlan:
+        """The plan by which tiles run: with the mask."""
         return self.plan if self.mask is None else mask_plan(self.plan, self.model, self.outside or 0)
 
     @cached_property
     def skipped(self) -> np.ndarray:
         """Which tiles each pass skips, `(samples, passes, tiles)`."""
-        return find_skipped(self.graph, self.sources["mask"], self.plan.samples) if self.found is None else self.found
+        return find_skipped(self.masked, self.sources["mask"], self.plan.samples) if self.found is None else self.found
 
     @cached_property
     def spec(self) -> OutputSpec:
@@ -146,14 +146,14 @@ class Prediction:
     @property
     def tile_bytes(self) -> int:
         """The most memory that a task takes, beside the parameters of the network."""
-        return self.graph.tile_bytes
+        return self.masked.tile_bytes
 
     def __str__(self) -> str:
         """Return the plan, and how many tiles are skipped, as text."""
         if self.mask is None:
             return str(self.plan)
         empty = self.skipped[:, -1]
-        return f"{self.graph}\n{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped"
+        return f"{self.masked}\n{empty.sum():,} of {empty.size:,} tiles have no valid position: skipped"
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what follows from the arguments."""
@@ -172,15 +172,15 @@ class Prediction:
 
     def connect(self, output: FileOutput | ArrayOutput) -> tuple[Stream, TiledRun]:
         """Return what reads boxes of the volumes and writes those of the output, and the tasks in between."""
-        plan, graph = self.plan, self.graph
+        plan, masked = self.plan, self.masked
         if self.shared:
-            _check_chunks(graph, plan, self.spec)
+            _check_chunks(masked, self.spec)
         tiled = {name: (source, plan.cores) for name, source in self.sources.items()}
         planned = {each: getattr(plan, each) for each in ("stored", "cuts", "on_disk", "threads")}
         planned |= {"positions": plan.tile, "shared": self.shared}
         stream = Stream(output, self.identity, planned, tiled)
         folder = output.folder if isinstance(output, FileOutput) else None
-        store = Store(graph, folder, shared=self.shared)
+        store = Store(masked, folder, shared=self.shared)
 
         def read(sample: int, volume: int, index: int, box: Box) -> Tensor:
             return self.read_box(lambda name, *place: stream.read(name, index, *place), sample, volume, box)
@@ -207,7 +207,7 @@ class Prediction:
             stream.write(locate(sample, box), part.reshape(shape))
 
         skips: Skips = (lambda *_: False) if self.mask is None else self.skipped.item
-        run = TiledRun(graph, store, read, write, stream.parts_of, skips, locate)
+        run = TiledRun(masked, store, read, write, stream.parts_of, skips, locate)
         run.surroundings = self.surroundings
         return stream, run
 
@@ -263,13 +263,13 @@ class Prediction:
         return grid[tuple(slice(*spans[0]) for spans in box[:2])]
 
 
-def _check_chunks(graph: StreamingPlan, plan: StreamingPlan, spec: OutputSpec) -> None:
+def _check_chunks(plan: StreamingPlan, spec: OutputSpec) -> None:
     """Refuse tiles that write parts of chunks: two processes would overwrite each other's."""
     kept = plan.kept
-    first, chunks = graph.cores[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
+    first, chunks = plan.cores[0], chunk_lengths(spec)[len(spec.shape) - len(kept) :]
     for axis, pair in enumerate(zip(plan.size, plan.tile, strict=True)):
         for span in axis_spans(*pair):
-            box = own_box(graph, graph.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
+            box = own_box(plan, plan.labelled.graph.output, (*first[:axis], span, *first[axis + 1 :]))
             starts = [spans[0][0] - low for spans, (low, _) in zip(box[2:], kept, strict=True)] if box else []
             if any(start > 0 and start % chunk for start, chunk in zip(starts, chunks, strict=False)):
                 raise refusal(
