@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from farfield._checks import ShapeError, shape_error
 from farfield._refusals import door, refusal
@@ -122,7 +122,8 @@ def respond_whole(
     if tile is None and saved is not None:
         call.tile = tuple(saved["positions"])
     output = output_for("respond_whole", out, call.spec, given["grid"], None, dtype_of(layer))
-    call.identity["tile or halo"] = repr((call.spec.box, call.tiles_of_keys, str(path and path.absolute())))
+    tile_of_keys = size_of(call.volumes[call.keys][1][0])
+    call.identity["tile or halo"] = repr((call.spec.box, tile_of_keys, str(path and path.absolute())))
     stream, run = call.connect(output)
     with closing(stream):
         stream.open(run)
@@ -133,7 +134,7 @@ def respond_whole(
 class _Call:
     """A call of `respond_whole`, which can be sent to another process: the layer, and what it reads, by name."""
 
-    layer: GridAttention
+    model: GridAttention
     inputs: dict[str, Any]
     tile: Any
     identity: dict[str, str] = field(default_factory=dict)
@@ -144,20 +145,20 @@ class _Call:
     def ordered(self) -> tuple[dict[str, Any], ImageMetadata | None, int | None]:
         """The inputs with channels in their place, what is known of the grid, and its spatial dims if known."""
         split = {name: split_volume(volume) for name, volume in self.inputs.items()}
-        _check(self.layer, {name: array for name, (_, array) in split.items()})
-        return _order_inputs(self.layer, split, self.tile)
+        _check(self.model, {name: array for name, (_, array) in split.items()})
+        return _order_inputs(self.model, split, self.tile)
 
     @cached_property
     def layout(self) -> AxisLayout:
         """The axes of the grid."""
         given, _, spatial_dims = self.ordered
         grid = given["grid"]
-        return parse_layout(grid.shape, spatial_dims) if spatial_dims else _find_layout(self.layer, grid, self.tile)
+        return parse_layout(grid.shape, spatial_dims) if spatial_dims else _find_layout(self.model, grid, self.tile)
 
     @cached_property
     def volumes(self) -> dict[str, tuple[VolumeSource, Sequence[Region]]]:
         """What is read, with its tiles."""
-        layer, (given, _, _) = self.layer, self.ordered
+        layer, (given, _, _) = self.model, self.ordered
         volumes = _open_grid("grid", layer, given["grid"], given.get("mask"), self.layout, self.tile)
         if "context" in given:
             grid, context = given["grid"], given["context"]
@@ -174,13 +175,9 @@ class _Call:
         """Where keys and values come from."""
         return "context" if "context" in self.inputs else "grid"
 
-    @property
-    def tiles_of_keys(self) -> tuple[int, ...]:
-        return size_of(self.volumes[self.keys][1][0])
-
     @cached_property
     def spec(self) -> OutputSpec:
-        layer, (source, tiles) = self.layer, self.volumes["grid"]
+        layer, (source, tiles) = self.model, self.volumes["grid"]
         channels = layer.value_channels if layer.output is None else layer.channels
         shape, positions = self.layout.shape(source.batch, channels, source.size), size_of(tiles[0])
         metadata = describe_output(self.ordered[1], self.layout, source.channels, channels)
@@ -188,10 +185,6 @@ class _Call:
         # Each time and plane is a chunk.
         box = (*(1 if letter in "TZ" else length for letter, length in lettered), *positions)
         return OutputSpec(shape, numpy_dtype(dtype_of(layer)), box, metadata)
-
-    @property
-    def model(self) -> nn.Module:
-        return self.layer
 
     @property
     def tile_bytes(self) -> int:
@@ -214,7 +207,7 @@ class _Call:
         """Return the tasks, and what runs them."""
         planned = {"positions": size_of(self.volumes["grid"][1][0]), "shared": self.shared}
         stream = Stream(output, self.identity, planned, self.volumes)
-        return stream, _Response(self.layer, self.keys, stream)
+        return stream, _Response(self.model, self.keys, stream)
 
     def surroundings(self) -> AbstractContextManager[None]:
         return nullcontext()
