@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import json
 import math
 import operator
@@ -55,6 +56,15 @@ def install_command(extra: str) -> str:
     if repository:
         return f'pip install "farfield[{extra}] @ {repository}"'
     return f'pip install {editable}"{path or "farfield"}[{extra}]"'
+
+
+def load_library(name: str, extra: str, what: str) -> Any:
+    """Import what something needs and farfield does not; an error has the line to install its extra."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        fix = install_command(extra)
+        raise refusal(ImportError, f"{what} needs {name.partition('.')[0]}; fix: {fix}") from error
 
 
 def install_papers(extra: str = "") -> str:

@@ -298,7 +298,7 @@ ROWS = [
     Row("streaming/records.py", lambda: records(True), "repeat the call", lambda: records(False)),
     Row("streaming/store.py", lambda: stored(True), "repeat the call", lambda: stored(False)),
     Row(
-        "streaming/seam_report.py",
+        "_checks.py",
         lambda: without("matplotlib", lambda: find_seams(NORMED, VOLUME, tile=16).plot("seams.png")),
         "pip install",
         lambda: find_seams(NORMED, VOLUME, tile=16).plot("seams.png"),

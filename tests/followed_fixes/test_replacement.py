@@ -200,7 +200,7 @@ ROWS = [
         lambda: linearize(Scored(), "linear_relu", [TOKENS] * 2, where="bert", **OPTIONS),
     ),
     Row(
-        "insertion/_linearize/report.py",
+        "_checks.py",
         lambda: without("matplotlib", lambda: report().plot("report.png")),
         "pip install",
         lambda: report().plot("report.png"),

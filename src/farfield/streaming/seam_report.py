@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from farfield._checks import install_command
-from farfield._refusals import door, refusal
+from farfield._checks import load_library
+from farfield._refusals import door
 from farfield.streaming.spans import Halo
 
 # The largest difference, by the range of the output, up to which there is no seam.
@@ -259,11 +259,7 @@ class SeamReport:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            fix = install_command("plots")
-            raise refusal(ImportError, f"it needs matplotlib, which is not installed; fix: {fix}") from error
+        figures = load_library("matplotlib.figure", "plots", "it")
         one, other = self.predictions
         difference = (one - other).abs()
         channel, *place = (int(each) for each in torch.unravel_index(difference.argmax(), difference.shape))
@@ -272,7 +268,7 @@ class SeamReport:
         kept = sorted([axis, *beside])
         plane = (channel, *(slice(None) if each in kept else at for each, at in enumerate(place)))
         line = (channel, *(slice(None) if each == axis else at for each, at in enumerate(place)))
-        figure = Figure(figsize=(12, 7 if len(kept) == 2 else 3), layout="constrained")
+        figure = figures.Figure(figsize=(12, 7 if len(kept) == 2 else 3), layout="constrained")
         panels = figure.subplot_mosaic("012;333" if len(kept) == 2 else "3")
         names = ("tiling", "tiling shifted by half a tile", "difference")
         for number, grid in enumerate((one, other, difference) if len(kept) == 2 else ()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from farfield._checks import install_command
 from farfield._refusals import refusal
 from farfield.volumes.axes_view import SlicedArray, as_slice
 from farfield.volumes.image_metadata import ImageMetadata
@@ -78,14 +76,6 @@ class FileArray(SlicedArray):
         if part.shape != tuple(map(len, wanted)):
             raise ValueError(f"only {part.shape} of {tuple(map(len, wanted))} positions were read")
         return part
-
-
-def load_library(name: str, extra: str, what: str) -> Any:
-    """Import the library of a format; an error has the line to install its extra."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise refusal(ImportError, f"{what} needs {name}; fix: {install_command(extra)}") from error
 
 
 def unknown_axes(array: Any) -> ImageMetadata:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from farfield._checks import install_command
-from farfield.volumes.file_name import load_library
+from farfield._checks import install_command, load_library
 from farfield.volumes.levels import OutputSpec
 from farfield.volumes.tiff_metadata import georeference_tags
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from farfield.volumes.file_name import FileArray, FileName, Opened, load_library
+from farfield._checks import load_library
+from farfield.volumes.file_name import FileArray, FileName, Opened
 from farfield.volumes.image_metadata import ImageMetadata, known, parse_length
 from farfield.volumes.labelled_arrays import read_attributes
 from farfield.volumes.tiff_metadata import read_tiff_metadata

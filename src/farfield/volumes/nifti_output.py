@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from farfield._checks import install_command
+from farfield._checks import install_command, load_library
 from farfield.volumes.axes_view import AxesView
 from farfield.volumes.chunk_cache import keep_chunks
-from farfield.volumes.file_name import FileName, load_library
+from farfield.volumes.file_name import FileName
 from farfield.volumes.image_metadata import UNITS, ImageMetadata
 from farfield.volumes.levels import Mode, OutputSpec, open_tiles, thin_box
 from farfield.volumes.library_formats import NIFTI_UNITS, open_nifti

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from farfield._checks import load_library
 from farfield._refusals import is_refusal, refusal
 from farfield.volumes.axes_view import AxesView
-from farfield.volumes.file_name import FileName, Opened, load_library, unknown_axes
+from farfield.volumes.file_name import FileName, Opened, unknown_axes
 from farfield.volumes.image_metadata import ImageMetadata
 from farfield.volumes.labelled_arrays import read_attributes
 from farfield.volumes.library_formats import list_planes, open_hdf5, open_mrc, open_nifti, open_planes

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farfield._checks import install_command
-from farfield._refusals import door, refusal
+from farfield._checks import load_library
+from farfield._refusals import door
 
 
 class AttentionCost(NamedTuple):
@@ -113,12 +113,7 @@ class LinearizeReport:
         Raises:
             ImportError: If matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            fix = install_command("plots")
-            raise refusal(ImportError, f"it needs matplotlib, which is not installed; fix: {fix}") from error
-        figure = Figure(figsize=(13, 3.6), layout="constrained")
+        figure = load_library("matplotlib.figure", "plots", "it").Figure(figsize=(13, 3.6), layout="constrained")
         curve, bars, times = figure.subplots(1, 3)
         curve.plot(range(1, self.steps_alone + 1), self.losses[: self.steps_alone], label="each attention alone")
         curve.plot(range(self.steps_alone + 1, self.steps + 1), self.losses[self.steps_alone :], label="final features")

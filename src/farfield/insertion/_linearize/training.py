@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from farfield._checks import install_command
+from farfield._checks import load_library
 from farfield._files import open_replacement
 from farfield._refusals import refusal
 from farfield._weights import describe_differences, read_header
@@ -158,11 +158,7 @@ def choose_parameters(
 
 def _add_lora(student: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
     """Add LoRA to the linear layers within the attentions."""
-    try:
-        from peft import LoraConfig, LoraModel
-    except ImportError as error:
-        fix = install_command("lora")
-        raise refusal(ImportError, f'tune="lora" needs peft, which is not installed; fix: {fix}') from error
+    peft = load_library("peft", "lora", 'tune="lora"')
     targets = [
         ".".join(filter(None, (path, name)))
         for path, module in modules.items()
@@ -174,8 +170,8 @@ def _add_lora(student: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
         raise refusal(ValueError, f'{problem}; fix: tune="attention".')
     # A list would also match other layers whose paths end alike; a text is matched as a whole.
     pattern = "|".join(map(re.escape, targets))
-    config = LoraConfig(r=_LORA_RANK, lora_alpha=2 * _LORA_RANK, target_modules=pattern)
-    return LoraModel(student, config, "default")
+    config = peft.LoraConfig(r=_LORA_RANK, lora_alpha=2 * _LORA_RANK, target_modules=pattern)
+    return peft.LoraModel(student, config, "default")
 
 
 def widen(network: nn.Module) -> dict[Tensor, torch.dtype]:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from farfield._checks import load_library
 from farfield._refusals import door, refusal
-from farfield.volumes.file_name import load_library
 
 # Where classes may come from that plans.json names.
 _PACKAGES = ("dynamic_network_architectures.", "nnunetv2.", "torch.nn.")
