@@ -35,6 +35,7 @@ TESTS = {
     "ops": ["tests/ops", "tests/nn", "tests/test_fuzz.py", "tests/sharding"],
     "ops/fast": ["tests/ops/test_kernels.py", "tests/ops/test_dispatch.py", "tests/ops", "tests/nn"],
     "nn": ["tests/nn", "papers/tests/models", "tests/ops", "tests/test_looking.py", "tests/test_cost.py"],
+    "nn/token_attention.py": ["tests/insertion", "tests/nn", "tests/test_maps_tokens.py"],
     "streaming": ["tests/streaming"],
     "streaming/rules": ["tests/streaming/test_rules.py", "tests/streaming/test_spans.py", "tests/streaming"],
     "streaming/store.py": ["tests/streaming/test_store.py", "tests/streaming/test_resume_stored.py", "tests/streaming"],

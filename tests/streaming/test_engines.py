@@ -25,6 +25,7 @@ from farfield.streaming.engines import cluster, local
 from farfield.streaming.progress import Stream
 from farfield.volumes import ImageMetadata, ome_zarr, open_volume
 from helpers import several_processes
+from helpers.partly import partly
 from helpers.several_processes import CASES, content, network_of, volume_of
 from helpers.streamed_nets import settled
 
@@ -134,8 +135,8 @@ def test_a_warning_of_workers_is_shown_once_by_the_client(client: Any, tmp_path:
     assert len([each for each in told if "infinite" in str(each.message)]) == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 4])
 def test_other_numbers_of_workers(workers: int, wanted: dict, tmp_path: Path) -> None:
     with start(workers) as started, distributed.Client(started) as connected:
         set_levels(connected)
@@ -187,7 +188,7 @@ def test_passes_one_by_one(tmp_path: Path) -> None:
 
 # ---- what is killed --------------------------------------------------------------------------------------------------
 @pytest.mark.long
-@pytest.mark.parametrize("seconds", [0.1, 0.4, pytest.param(0.2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", partly((0.1, 0.2, 0.4), (0.1,)))
 def test_a_worker_that_is_killed_costs_its_tasks(seconds: float, wanted: dict, tmp_path: Path) -> None:
     with start(2) as started, distributed.Client(started) as connected:
         set_levels(connected)

@@ -161,7 +161,7 @@ def table() -> Table:
     return list_models()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_models_beside_what_the_papers_print(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
     show(table)
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}

@@ -212,6 +212,7 @@ def test_a_recipe_states_how_long_it_takes(recipe: str, rows: dict[str, dict[str
     assert int(stated[1]) == round(found / {"hours": 3600, "minutes": 60}[stated[2]])
 
 
+@pytest.mark.slow
 def test_the_longest_of_the_compact_networks() -> None:
     with torch.device("meta"):
         longest = max(seconds(models.MODELS[name](), (1, 3, 224, 224), IMAGES) for name in NETWORKS)

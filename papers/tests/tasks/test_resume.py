@@ -75,7 +75,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     processes = run(whole), run(killed, kill=True)

@@ -104,8 +104,9 @@ def attend_tokens(
 def _attend_pairs(query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, dropout: float) -> Tensor:
     """Attend by causal softmax from queries `(b, h, d, n)`, in which products have their scale, to keys of a weight."""
     q, k, v = (each.mT for each in (query, key, value))
-    bias = None if weight is None else weight.log() + weight.new_ones(k.shape[2], k.shape[2]).tril().log()
-    bias = None if bias is None else bias.to(q.dtype)
+    bias = None
+    if weight is not None:
+        bias = (weight.log() + weight.new_ones(k.shape[2], k.shape[2]).tril().log()).to(q.dtype)
     options: Any = {"dropout_p": dropout, "is_causal": bias is None, "scale": 1.0}
     return F.scaled_dot_product_attention(q, k, v, bias, **options).mT
 
