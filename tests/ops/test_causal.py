@@ -309,6 +309,7 @@ def test_one_exported_program_serves_every_length(row: str) -> None:
     assert_serves(program.module(), Stream(row), before)
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked("a compiler does not look through the checks")
 def test_one_compiled_graph_serves_every_length() -> None:
     before = causal_attention("linear_elu", *draw(9), heads=2)[1][:3]
